@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from megackpt import __version__, errors
 from megackpt.cli.output import Answer, print_answer, print_error
@@ -88,7 +88,7 @@ def _discard_output() -> None:
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megackpt",
-        description="Look at, check, compare and convert checkpoints.",
+        description="Look at, check, compare, convert and remove checkpoints.",
         epilog=f"{STATUS}\n\nEach command has its own help: megackpt COMMAND --help.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,6 +137,32 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     more = "Memory is bounded, and several processes work at once."
     convert = _add_command(commands, "convert", help_text, more)
     convert.set_defaults(usage_error=convert.error)
+    help_text = "remove old checkpoints of a run"
+    more = "Only what megackpt has written, and never the newest complete one."
+    prune = _add_command(commands, "prune", help_text, more)
+    prune.set_defaults(usage_error=prune.error)
+    prune.add_argument("directory", metavar="DIR", help="a run")
+    help_text = "the newest undamaged ones that stay"
+    number: _Option = {"type": int, "metavar": "N"}
+    prune.add_argument("--keep-last", **number, required=True, help=help_text)
+    help_text = "steps that N divides stay as well"
+    prune.add_argument("--keep-every", **number, help=help_text)
+    help_text = (
+        "those with the best metrics, as given to CheckpointManager.save, stay as well"
+    )
+    prune.add_argument("--keep-best", **number, help=help_text)
+    help_text = "which metrics are best (default: lowest)"
+    choices = ("lowest", "highest")
+    prune.add_argument("--best", choices=choices, default="lowest", help=help_text)
+    help_text = "those that are not older stay as well"
+    prune.add_argument("--keep-days", type=_tolerance, metavar="DAYS", help=help_text)
+    help_text = "remove nothing, and list what would be removed"
+    prune.add_argument("--dry-run", action="store_true", help=help_text)
+
+    help_text = "remove checkpoints"
+    more = "Only what megackpt has written; files of others stay."
+    rm = _add_command(commands, "rm", help_text, more)
+    rm.add_argument("checkpoints", metavar="CKPT", nargs="+", help="a directory or URL")
     if "convert" in arguments:
         # Imports torch, which the other commands do without.
         from megackpt.cli.convert_options import add_arguments
@@ -145,6 +171,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
+_Option: TypeAlias = dict[str, Any]
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 

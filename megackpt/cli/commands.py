@@ -1,4 +1,4 @@
-"""The commands ``ls``, ``show``, ``verify``, ``diff``, ``convert``: options in, an answer out."""
+"""The commands: options in, an answer out."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megackpt import events
-from megackpt.checkpoint import open_checkpoint, verify as verify_checkpoint
+from megackpt.checkpoint import open_checkpoint, remove, verify as verify_checkpoint
 from megackpt.checkpoint.regions import Regions
 from megackpt.cli.compare import Tolerance, compare
 from megackpt.cli.output import Answer
 from megackpt.errors import MismatchError, NotACheckpoint, StorageError
-from megackpt.manager import list_run
+from megackpt.manager import NAMINGS, list_run
+from megackpt.manager.keep_rules import KeepRules
+from megackpt.manager.retention import Retention
 from megackpt.planning.manifest import Manifest, TensorParts
 from megackpt.progress_line import is_terminal
 
@@ -74,6 +77,58 @@ def diff(options: argparse.Namespace) -> Answer:
         )
     data = {"a": options.a, "b": options.b, "same": found.same, **vars(found)}
     return Answer(data, int(not found.same))
+
+
+def prune(options: argparse.Namespace) -> Answer:
+    """Remove old checkpoints of a run. Raises NotACheckpoint if it has none that is complete."""
+    run = list_run(options.directory)
+    newest = run.latest
+    for tracker in run.trackers:
+        for step in run.steps:
+            # A run that was set back: later steps neither count nor go.
+            if step.complete and step.step is not None and step.name == tracker.step:
+                newest = step
+    if newest is None or newest.step is None:
+        raise NotACheckpoint(f"{options.directory} has no complete checkpoint")
+    named = {naming.style: naming for naming in NAMINGS if naming.template}
+    if newest.style not in named:
+        raise NotACheckpoint(
+            f"{newest.name} is not a name of a manager's checkpoint: megackpt rm removes it"
+        )
+    keep_for = None
+    if options.keep_days is not None:
+        keep_for = timedelta(days=options.keep_days)
+    try:
+        rules = KeepRules(
+            options.keep_last,
+            options.keep_every,
+            options.keep_best,
+            options.best,
+            keep_for,
+        )
+    except ValueError as error:
+        options.usage_error(str(error))
+        raise
+    retention = Retention(
+        run.location, named[newest.style], rules, is_rehearsal=options.dry_run
+    )
+    removed = retention.prune(newest.step, lambda _: None)
+    data = {
+        "location": run.location,
+        "newest": newest.name,
+        "removed": removed,
+        "dry_run": options.dry_run,
+    }
+    return Answer(data)
+
+
+def rm(options: argparse.Namespace) -> Answer:
+    """Remove checkpoints of this library; errors are those of ``megackpt.checkpoint.remove``."""
+    removed: list[str] = []
+    for checkpoint in options.checkpoints:
+        remove(checkpoint)
+        removed.append(checkpoint)
+    return Answer({"removed": removed})
 
 
 def convert(options: argparse.Namespace) -> Answer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import time
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -29,6 +30,8 @@ from megackpt.errors import (
     UntrustedClass,
 )
 from megackpt.loader import load
+from megackpt.manager.decisions import SaveDecisions
+from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.latest_step import (
     ATTEMPTS,
     Found,
@@ -36,7 +39,6 @@ from megackpt.manager.latest_step import (
     find_step,
     is_new_run,
 )
-from megackpt.manager.preemption import PreemptionNotice
 from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import NAMINGS, TRACKERS, Step, list_run
 from megackpt.manager.stateful import StatefulObjects, split_arguments
@@ -70,7 +72,7 @@ class Restored(NamedTuple):
     skipped: tuple[Step, ...]
 
 
-class CheckpointManager:
+class CheckpointManager(SaveDecisions):
     """The checkpoints of one run, below one directory or URL. All ranks create, call and close it.
 
     Args:
@@ -79,6 +81,11 @@ class CheckpointManager:
         keep_last: number of the newest steps that stay (None: all). Older ones are removed when
             a newer one is complete.
         keep_every: steps that this number divides stay as well.
+        keep_best: so many steps stay as well: those with the best ``metric`` given to ``save``.
+        best: which metrics are the best ones, the "lowest" or the "highest".
+        keep_for: steps stay as well until they are so old.
+        save_interval: ``should_save`` is true for steps that this number divides,
+        save_every_minutes: and if the last save began so many minutes ago.
         asynchronous: write while training continues, in a "thread" (True) or a "process".
         naming: the names of step directories: "megatron" (``iter_0000100``, with Megatron's
             tracker file), "torchtitan", "transformers", "deepspeed" or "plain". Steps of all
@@ -99,6 +106,11 @@ class CheckpointManager:
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: str = "lowest",
+        keep_for: timedelta | None = None,
+        save_interval: int | None = None,
+        save_every_minutes: float | None = None,
         asynchronous: bool | str = False,
         naming: str = "megatron",
         process_group: Any = None,
@@ -110,13 +122,15 @@ class CheckpointManager:
             raise ValueError(
                 f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
             )
+        super().__init__(save_interval, save_every_minutes)
         self.root = absolute(root)
         known = {style.style: style for style in NAMINGS if style.template}
         if naming not in known:
             names = ", ".join(map(repr, known))
             raise ValueError(f"naming is one of {names}, not {naming!r}")
         self._naming = known[naming]
-        self._retention = Retention(self.root, self._naming, keep_last, keep_every)
+        rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
+        self._retention = Retention(self.root, self._naming, rules)
         self._strategy = strategy
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
@@ -135,8 +149,6 @@ class CheckpointManager:
         self._last_save = 0
         # The save, and the step, at which the run is: the last committed or restored one.
         self._position = (0, -1)
-        self._preemption = PreemptionNotice()
-        self._is_preempted = False
 
     @property
     def failed_saves(self) -> int:
@@ -153,6 +165,7 @@ class CheckpointManager:
         sharded_state_dict: ShardedStateDict | None = None,
         *,
         asynchronous: bool | None = None,
+        metric: float | None = None,
         **options: Any,
     ) -> None:
         """Save a step; collective.
@@ -169,6 +182,7 @@ class CheckpointManager:
             sharded_state_dict: as for ``megackpt.save``.
             asynchronous: for this step, instead of the manager's setting; the kind of worker is
                 always the manager's.
+            metric: for ``keep_best``; that of rank 0 counts.
             options: of ``megackpt.save``, which also documents the errors; others are objects.
         """
         step = _as_step(step)
@@ -187,9 +201,12 @@ class CheckpointManager:
         if step in self._in_flight:
             self._queue.maybe_finalize_async_calls(blocking=True)
         self._last_save += 1
+        self._last_save_began = time.monotonic()
         with self._group() as group:
             is_coordinator = group.is_coordinator
-        committed = partial(self._on_commit, self._last_save, step, is_coordinator)
+        committed = partial(
+            self._on_commit, self._last_save, step, is_coordinator, metric
+        )
         path = self.path(step)
         try:
             request = save(
@@ -292,25 +309,6 @@ class CheckpointManager:
             stateful.load(whole[0] if isinstance(whole, tuple) else whole)
         return found
 
-    def on_signal(self, *signals: int) -> None:
-        """Note these signals as a notice that this process will be ended. Only in the main thread.
-
-        The handler does nothing else; ``preempted`` returns the result. ``close``, also in the
-        main thread, restores the previous handlers.
-        """
-        self._preemption.listen(*signals)
-
-    def preempted(self) -> bool:
-        """Whether any rank has received a signal. Collective: one small vote.
-
-        Call it once per training step, or every so many.
-        """
-        if not self._is_preempted:
-            with self._group() as group:
-                votes = group.lowest([-int(self._preemption.received)])
-            self._is_preempted = votes[0] < 0
-        return self._is_preempted
-
     def close(self, abort: bool = False) -> None:
         """Commit running saves (collective), or with ``abort`` drop them (not collective).
 
@@ -363,7 +361,9 @@ class CheckpointManager:
         self._finalized_steps.clear()
         return steps
 
-    def _on_commit(self, number: int, step: int, is_coordinator: bool) -> None:
+    def _on_commit(
+        self, number: int, step: int, is_coordinator: bool, metric: float | None
+    ) -> None:
         """Called on all ranks when a step is complete."""
         self._in_flight.discard(step)
         # An older save may end after a restore; the run does not go back to it.
@@ -372,17 +372,21 @@ class CheckpointManager:
             self._position = number, step
         if not is_coordinator:
             return
-        if self._naming.style == "megatron" and is_newest:
-            tracked = str(step).encode()
-            try:
-                self._on_storage(
-                    "track", lambda _: root_at(self.root).put(TRACKERS[0], tracked)
-                )
-            except (CheckpointingException, OSError) as error:
-                text = "step %d is complete, but its tracker is not written: %s"
-                logger.warning(text, step, error)
-                # The step that the old tracker names must stay.
-                return
+
+        def track(_: Advance) -> None:
+            self._retention.note_metric(step, metric)
+            if self._naming.style == "megatron" and is_newest:
+                root_at(self.root).put(TRACKERS[0], str(step).encode())
+
+        try:
+            self._on_storage("track", track)
+        except (CheckpointingException, OSError) as error:
+            text = (
+                "step %d is complete, but its tracker is not written, or its metric: %s"
+            )
+            logger.warning(text, step, error)
+            # The step that the old tracker names must stay.
+            return
         self._retention.start(self._position[1], self._timeout)
         if self._worker is None:
             self._retention.wait(self._timeout, quiet=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from itertools import islice
@@ -23,6 +24,7 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
+from megackpt.manager.keep_rules import KeepRules, read_metrics, write_metric
 from megackpt.manager.run_directory import Naming, RunDirectory, Step, parse_name
 from megackpt.storage import TEMPORARY, LocalStorage, Storage
 
@@ -61,31 +63,17 @@ class Retention:
     Args:
         root: the directory or URL of the run.
         naming: of the steps that may be removed.
-        keep_last: number of undamaged steps that stay; None keeps all.
-        keep_every: steps that this number divides stay as well.
+        rules: which of them stay.
+        is_rehearsal: change nothing.
     """
 
     def __init__(
-        self,
-        root: str,
-        naming: Naming,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
+        self, root: str, naming: Naming, rules: KeepRules, is_rehearsal: bool = False
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(
-                    f"{name} is a number of steps, 1 or more, or None, not {value!r}"
-                )
-        if keep_every is not None and keep_last is None:
-            raise ValueError(
-                "keep_every says which of the older steps stay; it needs keep_last, as without "
-                "keep_last all steps stay"
-            )
         self.root = root
         self.naming = naming
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+        self._rules = rules
+        self._is_rehearsal = is_rehearsal
         # What was found wrong with a step; empty if nothing. The sizes and times of the files are
         # fields of a step, so a step that has changed is checked again.
         self._damage: dict[Step, str] = {}
@@ -99,12 +87,13 @@ class Retention:
         """The steps that need not stay, oldest first. Calls ``is_good`` for as few as possible."""
         ordered = sorted(steps)
         # At least two: what dead saves left is between the two newest, and found on the way.
-        needed = max(self._keep_last or 0, 2)
+        keep_last = self._rules.keep_last
+        needed = max(keep_last or 0, 2)
         good = list(islice(filter(is_good, reversed(ordered)), needed))
-        if self._keep_last is None or len(good) < self._keep_last:
+        if keep_last is None or len(good) < keep_last:
             return []
-        oldest = good[self._keep_last - 1]
-        every = self._keep_every
+        oldest = good[keep_last - 1]
+        every = self._rules.keep_every
         return [s for s in ordered if s < oldest and (every is None or s % every)]
 
     def start(self, newest: int, timeout: timedelta) -> None:
@@ -145,26 +134,48 @@ class Retention:
         removes later steps. A failure is logged, and the next save tries again.
         """
         try:
-            run = RunDirectory(self.root)
-            self._remove_temporary_files(run.storage)
-            for name in sorted(run.replaced_names()):
-                self._clear(name)
-            own = {}
-            for number, names in run.names_by_step().items():
-                name = self.naming.name(number)
-                if number <= newest and name in names:
-                    own[number] = name
-
-            def is_good(number: int) -> bool:
-                return any(map(self._is_good, run.examine(own[number])))
-
-            for number in self.superfluous(own, is_good):
-                advance(0)  # raises if the storage was given up
-                self._remove(run, own[number])
+            self.prune(newest, advance)
         except Exception as error:
             is_expected = isinstance(error, (CheckpointingException, OSError))
             text = "old steps of %s are not removed, the next save tries again: %s"
             logger.warning(text, self.root, error, exc_info=not is_expected)
+
+    def prune(self, newest: int, advance: Advance) -> list[str]:
+        """As ``apply``, but raises. Returns the names of the steps that were removed."""
+        run = RunDirectory(self.root)
+        self._remove_temporary_files(run.storage)
+        for name in sorted(run.replaced_names()):
+            self._clear(name)
+        own: dict[int, str] = {}
+        for number, found in run.names_by_step().items():
+            name = self.naming.name(number)
+            if number <= newest and name in found:
+                own[number] = name
+
+        def is_good(number: int) -> bool:
+            return any(map(self._is_good, run.examine(own[number])))
+
+        superfluous = self.superfluous(own, is_good)
+        if superfluous and self._rules.keep_best:
+            metrics = read_metrics(run.storage)
+            known = {step: metrics[step] for step in own if step in metrics}
+            ranked = filter(is_good, self._rules.by_metric(known))
+            best = set(islice(ranked, self._rules.keep_best))
+            superfluous = [step for step in superfluous if step not in best]
+        names = [own[number] for number in superfluous]
+        old = [name for name in names if not self._is_recent(run, name)]
+        removed = []
+        for name in old:
+            advance(0)  # raises if the storage was given up
+            if self._remove(run, name):
+                removed.append(name)
+        return removed
+
+    def note_metric(self, step: int, metric: float | None) -> None:
+        """Note the metric of a complete step, if steps stay by metric or it has one."""
+        if metric is not None or self._rules.keep_best:
+            run = RunDirectory(self.root)
+            write_metric(run.storage, run.names_by_step(), step, metric)
 
     def damage(self, step: Step) -> str | None:
         """The damage that was found earlier; None if the step was not checked since it changed."""
@@ -190,7 +201,7 @@ class Retention:
     def _clear(self, name: str) -> None:
         """Remove what dead saves to this step left."""
         try:
-            if self._is_removable(name):
+            if self._is_removable(name) and not self._is_rehearsal:
                 clear(self.path(name))
         except (SaveInProgress, NotACheckpoint):
             # Another job is working on it, or has finished to.
@@ -201,7 +212,7 @@ class Retention:
 
     def _remove_temporary_files(self, root: Storage) -> None:
         """Remove trackers that dead processes have not finished."""
-        if not isinstance(root, LocalStorage):
+        if not isinstance(root, LocalStorage) or self._is_rehearsal:
             return
         names = [name for name in root.list() if name.startswith(TEMPORARY)]
         now = 0.0
@@ -216,7 +227,7 @@ class Retention:
             self._clear(step.name)
             return False
         damage = self.damage(step)
-        if damage is None and self._keep_last is not None:
+        if damage is None and self._rules.keep_last is not None:
             damage = find_damage(self.path(step.name))
             self.note_damage(step, damage)
             if damage:
@@ -224,15 +235,26 @@ class Retention:
                 logger.warning(text, self.path(step.name), damage)
         return not damage
 
-    def _remove(self, run: RunDirectory, name: str) -> None:
+    def _is_recent(self, run: RunDirectory, name: str) -> bool:
+        if self._rules.keep_for is None:
+            return False
+        since = time.time() - self._rules.keep_for.total_seconds()
+        return any(step.saved >= since for step in run.examine(name))
+
+    def _remove(self, run: RunDirectory, name: str) -> bool:
+        """Whether the step was removed."""
         if not self._is_removable(name):
-            return
+            return False
         try:
+            if self._is_rehearsal:
+                return any(step.complete for step in run.examine(name))
             remove(self.path(name))
         except SaveInProgress:
-            return
+            return False
         except (CheckpointingException, OSError) as error:
             is_complete = any(step.complete for step in run.examine(name))
             if is_complete and name not in self._reported:
                 self._reported.add(name)
                 logger.warning("%s stays: %s", self.path(name), error)
+            return False
+        return True

@@ -27,6 +27,7 @@ from megackpt.manager import (
     retention,
     run_directory,
 )
+from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.retention import Retention
 from megackpt.manager.run_directory import NAMINGS
 from tests.manager.runs import (
@@ -48,7 +49,7 @@ ADVICE = "remove the later steps"
 )  # fmt: skip
 def test_which_steps_stay(last: int | None, every: int | None, stay: list[int]) -> None:
     steps = [12, 0, 15, 5, 7, 10]
-    rules = Retention("run", NAMINGS[0], last, every)
+    rules = Retention("run", NAMINGS[0], KeepRules(last, every))
     assert rules.superfluous(steps, lambda _: True) == [
         s for s in sorted(steps) if s not in stay
     ]
@@ -290,7 +291,7 @@ def test_an_index_that_is_no_file_is_damage(tmp_path: Path, kind: str) -> None:
         index.symlink_to(tmp_path / "index")
     else:
         index.mkdir()
-    Retention(str(tmp_path), NAMINGS[0], 1).apply(2, lambda _: None)
+    Retention(str(tmp_path), NAMINGS[0], KeepRules(1)).apply(2, lambda _: None)
     assert restored(manager) == (1, 1, ["iter_0000002"])
 
 

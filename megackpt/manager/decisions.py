@@ -1,0 +1,81 @@
+"""When a run saves, and whether it ends soon: decisions that all ranks of a manager share."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+from megackpt.distributed import Group
+from megackpt.manager.preemption import PreemptionNotice
+
+
+class SaveDecisions(ABC):
+    """The decisions of a manager.
+
+    Args:
+        save_interval: steps that this number divides are saved.
+        save_every_minutes: a step is saved if the last save began so long ago.
+    """
+
+    def __init__(
+        self, save_interval: int | None, save_every_minutes: float | None
+    ) -> None:
+        is_number = type(save_interval) is int and save_interval > 0
+        if save_interval is not None and not is_number:
+            raise ValueError(
+                f"save_interval is a number of steps or None, not {save_interval!r}"
+            )
+        if save_every_minutes is not None and not save_every_minutes > 0:
+            raise ValueError(
+                f"save_every_minutes is more than 0, or None, not {save_every_minutes!r}"
+            )
+        self._interval = save_interval
+        self._minutes = save_every_minutes
+        self._last_save_began = time.monotonic()
+        self._preemption = PreemptionNotice()
+        self._listens = False
+        self._is_preempted = False
+
+    @abstractmethod
+    def _group(self) -> Group: ...
+
+    def on_signal(self, *signals: int) -> None:
+        """Note these signals as a notice that this process will be ended. Only in the main thread.
+
+        The handler does nothing else; ``preempted`` returns the result. ``close``, also in the
+        main thread, restores the previous handlers.
+        """
+        self._preemption.listen(*signals)
+        self._listens = True
+
+    def preempted(self) -> bool:
+        """Whether any rank has received a signal. Collective: one small vote.
+
+        Call it once per training step, or every so many.
+        """
+        self._vote()
+        return self._is_preempted
+
+    def should_save(self, step: int, *, last: bool = False) -> bool:
+        """Whether to save this step; the same on all ranks. ``last``: it is the last of the run.
+
+        Also true after a signal (``on_signal``): save, and end. Collective with
+        ``save_every_minutes`` and after ``on_signal``, as the ranks' clocks and signals differ.
+        """
+        is_late = False
+        if self._listens or self._minutes is not None:
+            is_late = self._vote()
+        is_due = self._interval is not None and step % self._interval == 0
+        return last or is_due or is_late or self._is_preempted
+
+    def _vote(self) -> bool:
+        """Agree on ``_is_preempted``, and on whether any rank finds a save late."""
+        if self._is_preempted:
+            return True
+        is_late = False
+        if self._minutes is not None:
+            is_late = time.monotonic() - self._last_save_began >= self._minutes * 60
+        with self._group() as group:
+            votes = group.lowest([-int(self._preemption.received), -int(is_late)])
+        self._is_preempted = votes[0] < 0
+        return votes[1] < 0

@@ -1,0 +1,83 @@
+"""Which older steps stay, by number, by a metric, by age. The metrics are a file of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from megackpt.errors import StorageError
+from megackpt.storage import Storage
+
+METRICS = "megackpt_metrics.json"
+"""Step -> metric, of the complete steps."""
+_MAX_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class KeepRules:
+    """Which steps stay, of those that are older than the newest ones.
+
+    Args:
+        keep_last: number of undamaged steps that stay; None keeps all.
+        keep_every: steps that this number divides stay as well.
+        keep_best: so many undamaged steps with the best metrics stay as well.
+        best: the best metric is the "lowest" or the "highest".
+        keep_for: steps that were saved within this time stay as well.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+    best: str = "lowest"
+    keep_for: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "keep_best"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(
+                    f"{name} is a number of steps, 1 or more, or None, not {value!r}"
+                )
+        for name in ("keep_every", "keep_best", "keep_for"):
+            if getattr(self, name) is not None and self.keep_last is None:
+                raise ValueError(
+                    f"{name} says which of the older steps stay; it needs keep_last, as without "
+                    "keep_last all steps stay"
+                )
+        if self.best not in ("lowest", "highest"):
+            raise ValueError(f"best is 'lowest' or 'highest', not {self.best!r}")
+
+    def by_metric(self, metrics: dict[int, float]) -> list[int]:
+        """The steps, the best first; of equal ones the newest first."""
+        sign = -1 if self.best == "highest" else 1
+        return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
+
+
+def read_metrics(root: Storage) -> dict[int, float]:
+    """The metrics of a run's steps. Raises StorageError if the file cannot be read."""
+    if root.size(METRICS) is None:
+        return {}
+    try:
+        found = json.loads(root.get(METRICS, _MAX_BYTES))
+        return {int(step): float(metric) for step, metric in found.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        path = f"{root.location}/{METRICS}"
+        raise StorageError(
+            f"{path} holds no metrics of steps: {error}; move it away"
+        ) from error
+
+
+def write_metric(
+    root: Storage, steps: Iterable[int], step: int, metric: float | None
+) -> None:
+    """Note the metric of a step, and forget those of steps that are gone. NaN is none."""
+    known = read_metrics(root)
+    kept = {number: known[number] for number in steps if number in known}
+    kept.pop(step, None)
+    if metric is not None and not math.isnan(metric):
+        kept[step] = float(metric)
+    if kept != known:
+        root.put(METRICS, json.dumps(kept).encode())

@@ -1,0 +1,114 @@
+"""Which steps stay by metric and by age, and when the manager wants a save."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megackpt.manager import CheckpointManager
+from megackpt.manager.keep_rules import METRICS, KeepRules
+from megackpt.testing import ThreadedGroup
+from tests.manager.runs import TRACKER, names, state
+
+LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: float("nan"), 6: 3.0}
+
+
+@pytest.mark.parametrize(("best", "stay"), [("lowest", [2, 4]), ("highest", [1, 3])])
+def test_the_best_by_a_metric_stay(tmp_path: Path, best: str, stay: list[int]) -> None:
+    for step, loss in LOSSES.items():
+        # A restart before each step: the metrics are those of the run.
+        with CheckpointManager(
+            tmp_path, keep_last=1, keep_best=2, best=best
+        ) as manager:
+            manager.save(step, state(step), metric=loss)
+    assert [step.step for step in manager.steps()] == [*stay, 6]
+    kept = json.loads((tmp_path / METRICS).read_text())
+    assert set(kept) - {"6"} <= set(map(str, LOSSES)) - {"5"}
+    manager.save(2, state(2))  # now without a metric
+    assert "2" not in json.loads((tmp_path / METRICS).read_text())
+
+
+def test_a_damaged_one_is_not_a_best(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1), metric=2)
+    manager.save(2, state(2), metric=1)
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    next((tmp_path / "iter_0000002").glob("*.distcp")).write_bytes(b"")
+    manager.save(3, state(3), metric=3)
+    assert [step.name for step in manager.steps()] == ["iter_0000001", "iter_0000003"]
+
+
+def test_unreadable_metrics_remove_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_best=1)
+    manager.save(1, state(1), metric=2)
+    (tmp_path / METRICS).write_text("[]")
+    manager.save(2, state(2), metric=3)
+    assert f"{METRICS} holds no metrics of steps" in caplog.text
+    assert names(tmp_path) == ["iter_0000001", "iter_0000002", TRACKER, METRICS]
+
+
+def test_young_ones_stay(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1, keep_for=timedelta(hours=1))
+    manager.save(1, state(1))
+    manager.save(2, state(2))
+    two_hours_ago = time.time() - 7200
+    for path in (tmp_path / "iter_0000001").iterdir():
+        os.utime(path, (two_hours_ago, two_hours_ago))
+    manager.save(3, state(3))
+    assert [step.step for step in manager.steps()] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_best": 1}, {"keep_for": timedelta(1)}, {"keep_last": 1, "keep_best": 0},
+     {"keep_last": 1, "best": "loss"}, {"save_interval": 0}, {"save_every_minutes": 0}],
+)  # fmt: skip
+def test_wrong_rules_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(reversed(options))):
+        CheckpointManager(tmp_path, **options)
+    assert KeepRules().by_metric({1: 2.0, 3: 2.0, 2: 1.0}) == [2, 3, 1]
+
+
+def test_when_a_step_is_saved(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, save_interval=5)
+    wanted = [
+        step for step in range(1, 13) if manager.should_save(step, last=step == 12)
+    ]
+    assert wanted == [5, 10, 12]
+
+
+def test_one_late_or_ending_rank_lets_all_save(tmp_path: Path) -> None:
+    def rank(group: ThreadedGroup) -> list[bool]:
+        manager = CheckpointManager(
+            tmp_path, save_every_minutes=60, process_group=group
+        )
+        answers = [manager.should_save(1)]
+        if group.rank == 1:
+            manager._last_save_began -= 3601
+        answers.append(manager.should_save(2))
+        manager.save(2, state(2, group.rank, 2))
+        answers.append(manager.should_save(3))
+        if group.rank == 1:
+            manager._preemption.received = True
+        answers += [manager.should_save(4), manager.preempted(), manager.should_save(5)]
+        return answers
+
+    answers = ThreadedGroup.run(2, rank)
+    assert answers == [[False, True, False, True, True, True]] * 2
+
+
+def test_a_signal_lets_a_step_be_saved(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.on_signal(signal.SIGUSR1)
+        assert not manager.should_save(1)
+        signal.raise_signal(signal.SIGUSR1)
+        assert manager.should_save(2)
