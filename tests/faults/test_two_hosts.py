@@ -143,8 +143,8 @@ def test_torchrun_goes_on(
         again,
     )
     assert report["went on"], report
-    # The agent of the killed worker ends the other one of its host before that can raise.
-    assert set(report["silent"]) <= ({"two"} if fault == "worker" else set()), report
+    # After the end of a worker, agents end the other ones, which may be before these can raise.
+    assert fault == "worker" or not report["silent"], report
     assert not report["committed while cut"], report
     assert not report["bad"], report
     assert report["right"], report
