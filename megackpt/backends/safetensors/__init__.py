@@ -7,6 +7,8 @@
 
 Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the
 end. Any directory or file of this kind is read, and links to files, as in the Hugging Face cache.
+So are directories of ``shard-00001-model-00001-of-00001.safetensors`` and others, in which each rank
+of torch DCP has saved its pieces of tensors. Their global shapes are noted nowhere.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ from megackpt.backends.base import (
 )
 from megackpt.backends.ranges import read_raw
 from megackpt.backends.safetensors.headers import (
+    FORMATS_OWN,
     METADATA,
     TensorFile,
     arranged,
+    joined,
     looks_right,
+    piece_offsets,
     read_header,
     refuse_unfit,
 )
-from megackpt.errors import BackendError, NotACheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     COMMON,
@@ -54,6 +59,7 @@ from megackpt.storage import SingleFile, Storage
 STEM = "model"
 WHOLE = f"{STEM}.safetensors"
 INDEX = f"{WHOLE}{weight_maps.ENDING}"
+_PIECES = "shard-*-model-*-of-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -152,11 +158,27 @@ class Safetensors(Backend):
         found: list[tuple[TensorEntry, Box, Location]] = []
         noted = []
         for file in files:
-            tensors, metadata = read_header(root, file)
-            for entry, place in tensors:
-                found.append((entry, Box.whole(entry.meta.shape), place))
-            if metadata.keys() - {"format"}:
+            contents = read_header(root, file)
+            where = f"{root.location}/{file}"
+            offsets = piece_offsets(contents, where)
+            is_piece = fnmatch.fnmatchcase(file, _PIECES)
+            if is_piece and not offsets and contents.tensors:
+                raise CorruptCheckpoint(f"{where} does not say which pieces it holds")
+            if (is_piece and isinstance(root, SingleFile)) or (
+                not is_piece and any(map(any, offsets.values()))
+            ):
+                raise NotACheckpoint(
+                    f"{where} holds one rank's pieces of tensors, without the others: open the "
+                    "directory that torch DCP has saved, with the files of all ranks"
+                )
+            for entry, place in contents.tensors:
+                shape = entry.meta.shape
+                offset = offsets.get(entry.key, (0,) * len(shape))
+                found.append((entry, Box(offset, shape), place))
+            if contents.metadata.keys() - FORMATS_OWN:
                 noted.append(file)
+        if not index:
+            found = joined(found)
         if index:
             held = [(entry.key, place.file) for entry, _, place in found]
             weight_maps.check(f"{root.location}/{index}", weight_map, held)
@@ -209,6 +231,9 @@ def _files_in(root: Storage) -> tuple[str, list[str]]:
     if len(indices) == 1:
         return indices[0], []
     files = fnmatch.filter(names, "*.safetensors")
-    if indices or len(files) > 1:
+    pieces = fnmatch.filter(files, _PIECES)
+    if indices:
         return "", []
-    return "", files
+    if pieces or len(files) == 1:
+        return "", pieces or files
+    return "", []

@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 from megackpt import limits
 from megackpt.backends.weight_maps import unique_pairs
 from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
+from megackpt.planning.box import Box
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta, size_problem
 from megackpt.storage import FileReader, Storage, read_dense
 
 METADATA = "__metadata__"
+_SHARDING = "DCP_SHARDING_INFO"
+FORMATS_OWN = frozenset({"format", "DCP_VERSION", _SHARDING})
+"""Metadata that say nothing about the model. Hugging Face's tools and torch DCP write them."""
 
 _DTYPES = {
     "F64": "float64",
@@ -154,6 +158,44 @@ class Contents(NamedTuple):
 
     tensors: list[tuple[TensorEntry, Location]]
     metadata: dict[str, str]
+
+
+def piece_offsets(contents: Contents, where: str) -> dict[str, tuple[int, ...]]:
+    """Where each tensor begins in the tensor of all files; empty if torch DCP did not note it.
+
+    Raises CorruptCheckpoint.
+    """
+    noted = contents.metadata.get(_SHARDING)
+    if noted is None:
+        return {}
+    offsets = {}
+    try:
+        info = json.loads(noted, object_pairs_hook=unique_pairs)
+        for (key, meta), _ in contents.tensors:
+            offset = tuple(info[key]["saved_offsets"])
+            if [type(number) for number in offset] != [int] * len(meta.shape):
+                raise TypeError(f"{key!r} begins at {offset}")
+            offsets[key] = offset
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptCheckpoint(
+            f"the {_SHARDING} of {where} cannot be parsed: {error!r}"
+        ) from error
+    return offsets
+
+
+def joined(found: Sequence[tuple[TensorEntry, Box, Location]]) -> list[Any]:
+    """Pieces as chunks of whole tensors, which are as large as their pieces reach."""
+    shapes: dict[tuple[str, str, int], tuple[int, ...]] = {}
+    for (key, meta), box, _ in found:
+        name = key, meta.dtype, len(box.offset)
+        ends = [a + b for a, b in zip(box.offset, box.shape, strict=True)]
+        shapes[name] = tuple(map(max, ends, shapes.get(name, ends)))
+    chunks = []
+    for (key, meta), box, place in found:
+        shape = shapes[key, meta.dtype, len(box.offset)]
+        entry = TensorEntry(key, TensorMeta(shape, meta.dtype))
+        chunks.append((entry, box, place))
+    return chunks
 
 
 def looks_right(reader: FileReader) -> bool:
