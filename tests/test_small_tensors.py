@@ -8,6 +8,7 @@ import torch
 import megackpt
 from megackpt.checkpoint import open_checkpoint, verify, verifying
 from megackpt.errors import CorruptCheckpoint
+from megackpt.state import ShardedTensor, declare
 from megackpt.storage.files import LocalReader
 
 
@@ -100,3 +101,29 @@ def test_a_load_names_the_damaged_one(small):
     state = {f"t{i}": torch.zeros(16) for i in range(40)}
     with pytest.raises(CorruptCheckpoint, match=r"'t7' \[0:16\] in .* is damaged"):
         megackpt.load(megackpt.sharded(state), file.parent)
+
+
+def test_declarations_of_the_same_structure_are_reused():
+    def shards(**changes):
+        made = []
+        for i in range(4):
+            shard = ShardedTensor.from_rank_offsets(f"t{i}", torch.zeros(4), (0, 1, 2))
+            made.append(shard)
+        for name, value in changes.items():
+            setattr(made[2], name, value)
+        return made
+
+    first = declare(shards(), rank=0)
+    assert declare(shards(), rank=0) is first
+    assert declare(shards(data=None), rank=0).row(2) == first.row(2)
+    for name, value in {
+        "key": "other",
+        "replica_id": (0, 1),
+        "global_offset": (0,),
+        "allow_shape_mismatch": True,
+    }.items():
+        changed = declare(shards(**{name: value}), rank=0)
+        assert changed.row(2) != first.row(2)
+        assert changed.row(1) == first.row(1)
+    assert declare(shards(), rank=1).rank.tolist() == [1] * 4
+    assert declare(shards(), rank=0, common=True).tensors[-1].is_common

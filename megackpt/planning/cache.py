@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha1
 from itertools import count
 from uuid import NAMESPACE_OID, uuid5
@@ -16,6 +17,7 @@ import numpy as np
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan
 
 
+@lru_cache(maxsize=2)  # of declarations that are reused
 def fingerprint(declared: Declarations, extra: str = "") -> int:
     """A number of 63 bits that changes with anything that a plan depends on.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import deque
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
@@ -36,6 +37,10 @@ from megackpt.state.values import ShardedObject, ShardedTensor
 
 Shard = ShardedTensor | ShardedObject
 Shape = tuple[int, ...]
+
+
+_recent: deque[tuple[Any, Declarations]] = deque(maxlen=2)
+"""Declarations that a save and a load of the same structure reuse, with what they follow from."""
 
 
 class _Row(NamedTuple):
@@ -77,7 +82,11 @@ def declare(
     for shard in shards:
         try:
             traits = _traits(shard)
-            kind = known.get(traits, len(rows))
+            try:
+                kind = known.get(traits, len(rows))
+            except TypeError:  # something in it has no hash
+                traits = None
+                kind = len(rows)
             if kind == len(rows):
                 rows.append(_row(shard, saving))
                 if traits is not None:
@@ -100,7 +109,13 @@ def declare(
         rows.append(
             _Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT)
         )
-    return _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
+    structure = rank, domain, rows, kinds, keys
+    for known_structure, declarations in tuple(_recent):
+        if known_structure == structure:
+            return declarations
+    made = _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
+    _recent.append((structure, made))
+    return made
 
 
 def _traits(shard: Shard) -> tuple[Any, ...] | None:
@@ -125,16 +140,11 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
             data.is_meta,
             getattr(data, "global_shape", None),
         )
-    traits = (
+    return (
         held, shard.dtype, shard.local_shape, shard.global_shape, shard.global_offset,
         shard.axis_fragmentations, shard.replica_id, shard.prepend_axis_num,
         shard.allow_shape_mismatch, shard.flattened_range,
     )  # fmt: skip
-    try:
-        hash(traits)
-    except TypeError:
-        return None
-    return traits
 
 
 def _row(shard: Shard, saving: bool) -> _Row:

@@ -386,6 +386,8 @@ class Declarations:
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:
         """All ranks' declarations in one: ``parts[i]`` are those of rank i. Tables are joined."""
+        if len(parts) == 1:
+            return parts[0]
         tensors, number = merged_tables(
             [p.tensors for p in parts], [p.tensor for p in parts]
         )
