@@ -53,8 +53,10 @@ def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
             continue
         table[i] = numbers[key]
         held = manifest.tensors[numbers[key]].meta
+        if held == meta:
+            continue
         differs = held.is_object or meta.is_object or len(held.shape) != len(meta.shape)
-        if differs and held != meta:
+        if differs:
             problems.append(
                 f"{key!r} is stored as {held.dtype} {held.shape} and asked for as "
                 f"{meta.dtype} {meta.shape}"

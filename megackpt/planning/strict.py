@@ -202,10 +202,8 @@ def check_shapes(
 
 def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[str]:
     is_object = itemsizes(tensors) == 0
-    names = set()
-    for number in np.unique(tensor).tolist():
-        if not is_object[number]:
-            names.add(tensors[number].key)
+    numbers = np.unique(tensor[~is_object[tensor]]).tolist()
+    names = {tensors[number].key for number in numbers}
     for row in np.flatnonzero(is_object[tensor]).tolist():
         entry = tensors[tensor[row]]
         if not entry.is_common:

@@ -130,7 +130,8 @@ def memory_of(tensor: torch.Tensor, size: int) -> memoryview | None:
     if tensor.nbytes != size or not is_plain_memory(tensor):
         return None
     start = tensor.data_ptr()
-    if not start:  # no elements, or none of its own
+    # 0: no elements, or none of its own. Beyond the last: an address with a tag.
+    if not 0 < start <= sys.maxsize - size:
         return None
     return MEMORY[start : start + size]
 

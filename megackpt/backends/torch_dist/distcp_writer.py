@@ -28,8 +28,8 @@ from megackpt.planning.manifest import (
 )
 from megackpt.storage import FileWriter, Storage, digest
 
-BATCH = 8 << 20
-"""Bytes of small records that one write gathers."""
+BATCH = 1 << 20
+"""Bytes of small records that one write gathers. What was hashed is still in the cache."""
 _TOGETHER = 256
 """Rows whose bytes are looked up together."""
 VIEWS = 1024
