@@ -61,7 +61,7 @@ from megackpt.errors import (
 from megackpt.storage import LocalStorage
 
 PATIENCE = 2.0
-"""Seconds that a step waits for the lock of the parent directory; then it continues without."""
+"""Seconds that a save waits for the lock of the parent directory; then it continues without."""
 
 _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; network file systems show new entries late
 
@@ -73,6 +73,7 @@ class DirectoryTarget(SiblingDirectories):
         """``path``: absolute, without links. ``create``: make its parents."""
         super().__init__(path, create=create)
         self._begins = ""  # the id of a save that has no marker yet
+        self._patience = PATIENCE
         self._base = ""  # the version of the directory that the save replaces
 
     @property
@@ -469,9 +470,12 @@ class DirectoryTarget(SiblingDirectories):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Hold the lock of the parent directory, if it is free within ``PATIENCE`` seconds."""
-        deadline = time.monotonic() + PATIENCE
-        while not self.outer.lock() and time.monotonic() < deadline:
+        """Hold the lock of the parent directory, if it is free soon."""
+        deadline = time.monotonic() + self._patience
+        while not self.outer.lock():
+            if time.monotonic() > deadline:
+                self._patience = 0.0  # its holder may be stopped
+                break
             time.sleep(0.01)
         try:
             yield

@@ -13,7 +13,7 @@ import pytest
 
 from megackpt.checkpoint import directory_target, open_checkpoint, verify
 from megackpt.errors import CheckpointingException
-from megackpt.storage import kernel
+from megackpt.storage import LocalStorage, kernel
 from tests.checkpoint.test_kill_points import (
     FOREIGN,
     STEPS,
@@ -129,3 +129,12 @@ def test_exactly_one_wins(
         assert set(os.listdir(where)) == own, step
         shutil.rmtree(run)
     assert 20 < stops < LATEST - 1
+
+
+def test_a_save_waits_once_for_a_lock(tmp_path, saves, monkeypatch):
+    """Its holder may be stopped. The later steps try it, and go on without."""
+    tries = []
+    monkeypatch.setattr(LocalStorage, "lock", lambda _: tries.append(1))
+    monkeypatch.setattr(directory_target, "PATIENCE", 0.2)
+    saves.save(tmp_path / "c", 1)
+    assert 3 < len(tries) < 2 + 0.2 / 0.01 + 4
