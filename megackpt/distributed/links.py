@@ -393,6 +393,12 @@ class Links:
     def _add_link(self, rank: int, connection: socket.socket) -> Link:
         if rank in self._links:
             self._links[rank].shut()
+            # Only the other end has seen it break. It connects when it sends its first message.
+            for step in tuple(self.steps.values()):
+                if rank in step.awaited:
+                    pause = _DELIVERY if step.number > 1 else _RETURN_SECONDS
+                    args = [step], rank, BROKEN
+                    self._loop.call_later(pause, self._report_lost, *args)
         link = self._links[rank] = Link(rank, connection)
         self._ended.pop(rank, None)
         arrival = self._arrival((rank, LINK, 0, 0))

@@ -194,7 +194,9 @@ def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
     assert gathered.result(10) == b"own other"
 
 
-def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked):
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked, seen):
+    """``seen``: by this end; else only the other end has seen the loss."""
     parent, _ = linked
     gathered = gather(parent, 2)
     near, far = socket.socketpair()
@@ -203,7 +205,8 @@ def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked):
     async def replace():
         while not parent.steps[1].awaited:
             await asyncio.sleep(0.01)
-        await lose(parent, 1, ConnectionResetError("reset"))
+        if seen:
+            await lose(parent, 1, ConnectionResetError("reset"))
         parent._add_link(1, near)
 
     parent.start(replace()).result(10)
