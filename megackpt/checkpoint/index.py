@@ -17,9 +17,9 @@ as the quotient of the tensor's shape by it, and the remainder. An offset is sto
 by the chunk's own shape, and the remainder. In regular grids the quotients are small, and the
 remainders are all zero and take no bytes.
 
-A later release may add fields to the head, and columns that its field ``optional`` names: readers
-ignore those that they do not know. A reader refuses an unknown column that is not optional, and a
-newer version.
+Every version begins with the magic and the version, and ends with the digest. A later release may
+add fields to the head, and columns that its field ``optional`` names: readers ignore those that
+they do not know. A reader refuses an unknown column that is not optional, and a newer version.
 """
 
 from __future__ import annotations
@@ -126,15 +126,24 @@ def decode_index(
         BackendError: a version of the index that this release does not know.
     """
     try:
-        end = head_length(data)
+        try:
+            end = head_length(data)
+        except BackendError:
+            if _is_intact(data):
+                raise
+            damaged("it does not match its own digest")
         if end + DIGEST_SIZE > len(data):
             damaged("it is truncated")
-        if intact and digest(memoryview(data)[:-DIGEST_SIZE]) != data[-DIGEST_SIZE:]:
+        if intact and not _is_intact(data):
             damaged("it does not match its own digest")
         head = parse_head(data[START:end])
         return decode_body(head, memoryview(data)[end:-DIGEST_SIZE]), head.small
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{where}: {error}") from error
+
+
+def _is_intact(data: bytes) -> bool:
+    return digest(memoryview(data)[:-DIGEST_SIZE]) == data[-DIGEST_SIZE:]
 
 
 def head_length(start: bytes) -> int:
@@ -164,7 +173,11 @@ def read_head(storage: Storage) -> Head | None:
     with reader:
         start = bytearray(min(START, reader.size))
         reader.read_into(0, [memoryview(start)])
-        length = head_length(bytes(start)) - START
+        try:
+            length = head_length(bytes(start)) - START
+        except BackendError:
+            decode_index(storage.get(INDEX), f"{storage.location}/{INDEX}")
+            raise
         if START + length > reader.size:
             raise CorruptCheckpoint(f"{storage.location}/{INDEX} is truncated")
         head = read_dense(

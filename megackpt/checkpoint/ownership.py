@@ -15,6 +15,7 @@ from megackpt.backends.object_files import key_files
 from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.tables import (
+    METADATA,
     by_its_own_account,
     native_format,
     table_of_another,
@@ -112,12 +113,18 @@ def find_format(storage: Storage) -> Backend:
     CorruptCheckpoint.
     """
     try:
-        return strategies.find_backend(storage)
+        backend = strategies.find_backend(storage)
     except (BackendError, NotACheckpoint):
         head = read_head(storage)
         if head is None:
             raise
         return strategies.reader_of(*head.backend)
+    is_dcp = backend.properties.name == "torch_dist"
+    if is_dcp and storage.sizes([INDEX, METADATA]) == [None, None]:
+        raise CorruptCheckpoint(
+            f"{storage.called} has neither {INDEX} nor {METADATA}: nothing says where its data is"
+        )
+    return backend
 
 
 def files_of(manifest: Manifest, small: SmallFiles) -> Collection[str]:

@@ -129,10 +129,14 @@ def test_a_save_of_stock_dcp_over_it_is_noticed(tmp_path: Path) -> None:
 
 
 def test_without_the_index_it_is_unreadable(tmp_path: Path) -> None:
-    save(tmp_path / "a", 1.0)
-    (tmp_path / "a" / "megackpt.index").unlink()
+    path = tmp_path / "iter_0000001"
+    save(path, 1.0)
+    (path / "megackpt.index").unlink()
     with pytest.raises(NotACheckpoint, match="torch_metadata=False"):
-        megackpt.load_plain_tensors(tmp_path / "a")
+        megackpt.load_plain_tensors(path)
+    (step,) = list_run(tmp_path).steps
+    assert step.complete is None
+    assert "has neither megackpt.index nor .metadata" in step.reason
 
 
 @pytest.mark.parametrize("strategy", [WITH, WITHOUT])

@@ -387,7 +387,7 @@ def test_truncated_longer_and_flipped():
             decode_index(data[:end])
     with pytest.raises(CorruptCheckpoint):
         decode_index(data + b"\0")
-    for i in range(12, len(data)):
+    for i in range(len(data)):
         flipped = bytearray(data)
         flipped[i] ^= 4
         with pytest.raises(CorruptCheckpoint):
