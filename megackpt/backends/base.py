@@ -147,11 +147,13 @@ class Finished:
     """The result of ``Backend.finish``.
 
     ``manifest`` describes the chunks as they are stored now. ``files``: name -> content of the
-    format's own table of contents. The caller writes them into the staging directory.
+    format's own table of contents. The caller writes them into the staging directory, except for
+    those in ``written``, which ``write`` has made durable.
     """
 
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
+    written: Collection[str] = ()
 
 
 WrittenRow = tuple[Location, bytes]

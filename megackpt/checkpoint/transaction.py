@@ -37,7 +37,7 @@ from functools import partial
 from uuid import uuid4
 
 from megackpt import events, limits
-from megackpt.backends.base import Backend, Source
+from megackpt.backends.base import Backend, Finished, Source
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
@@ -194,8 +194,8 @@ class Transaction:
             save_id=self.save_id,
         )
         try:
-            small, manifest = self._fill(backend, manifest, reread)
-            record = self._complete(small, manifest)
+            finished = self._fill(backend, manifest, reread)
+            record = self._complete(finished)
         except (CheckpointingException, FileNotFoundError) as error:
             if self.target.holds(self.save_id):
                 raise
@@ -211,9 +211,7 @@ class Transaction:
         self._enter(State.RETIRED)
         self._ended()
 
-    def _fill(
-        self, backend: Backend, manifest: Manifest, reread: bool
-    ) -> tuple[dict[str, bytes], Manifest]:
+    def _fill(self, backend: Backend, manifest: Manifest, reread: bool) -> Finished:
         """Check the files of the ranks. Returns the small files and the final manifest."""
         missing = shortfalls(self.storage, manifest)
         # Network file systems are late.
@@ -238,15 +236,22 @@ class Transaction:
                 "the data read back differs from the data written:\n"
                 + "\n".join(problems)
             )
-        return dict(result.files), result.manifest
+        return result
 
-    def _complete(self, small: dict[str, bytes], manifest: Manifest) -> Record:
+    def _complete(self, finished: Finished) -> Record:
         """Write the small files and the index. Returns the record of this save."""
+        small, manifest = finished.files, finished.manifest
         self.announce(small)
         digests = {name: (len(data), digest(data)) for name, data in small.items()}
         index = sealed_index(manifest, digests)
         # No reader sees these files before the publication, so they are synced together.
-        self.storage.put_new({**small, INDEX: index})
+        new = {**small, INDEX: index}
+        written = list(finished.written)
+        for name, size in zip(written, self.storage.sizes(written), strict=True):
+            # A resumed save has removed them.
+            if size == len(small[name]):
+                del new[name]
+        self.storage.put_new(new)
         for name in self._scratch:
             self.storage.delete(name)
         self._enter(State.COMPLETE)

@@ -24,7 +24,7 @@ from megackpt.backends.zarr.cell_writer import write_rows
 from megackpt.backends.zarr.chunk_reader import damage, raw_rows, read_rows
 from megackpt.backends.zarr.codecs import Packing
 from megackpt.backends.zarr.discovery import discover, holds
-from megackpt.backends.zarr.fragments import assemble, fragment_names
+from megackpt.backends.zarr.fragments import assemble, described, fragment_names
 from megackpt.backends.zarr.grid import (
     ARRAY,
     MEGATRON,
@@ -93,10 +93,11 @@ class Zarr(Backend):
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """The table of contents, after the cells that ranks share are assembled."""
+        written = described(manifest)
         manifest = assemble(root, manifest, self.packing)
         files = object_files.key_files(manifest.tensors)
         files |= metadata_files(manifest, self.packing)
-        return Finished(manifest, files | config_file(self.properties))
+        return Finished(manifest, files | config_file(self.properties), written)
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks

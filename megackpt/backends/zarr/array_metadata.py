@@ -6,6 +6,7 @@ import json
 import operator
 import reprlib
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,43 +97,53 @@ def array_document(layout: ArrayLayout) -> dict[str, Any]:
     }
 
 
+def array_file(entry: TensorEntry, layout: ArrayLayout) -> bytes:
+    """The zarr.json of the array of a tensor."""
+    attributes = {"key": entry.key}
+    if entry.meta.dtype in EXOTIC:
+        attributes["megackpt"] = _HINT
+    # xarray opens no array without names, and takes axes of one name to have one length.
+    name = entry_name(entry)
+    names = [f"{name}.dim_{axis}" for axis in range(len(layout.shape))]
+    own = json.dumps({"attributes": attributes, "dimension_names": names})
+    return f"{_layout_text(layout)[:-1]}, {own[1:]}".encode()
+
+
+@lru_cache(maxsize=1024)
+def _layout_text(layout: ArrayLayout) -> str:
+    return json.dumps(array_document(layout))
+
+
 def metadata_files(manifest: Manifest, packing: Packing) -> dict[str, bytes]:
     """The zarr.json of every array, and then the group's."""
     files: dict[str, bytes] = {}
-    documents: dict[str, Any] = {}
+    documents = []
     exotic = False
     for entry, grid in zip(manifest.tensors, manifest.grids, strict=True):
-        meta = entry.meta
-        if meta.is_object:
+        if entry.meta.is_object:
             continue
+        exotic |= entry.meta.dtype in EXOTIC
         name = entry_name(entry)
-        document = array_document(ArrayLayout.planned(meta, grid, packing))
-        document["attributes"] = {"key": entry.key}
-        if meta.dtype in EXOTIC:
-            document["attributes"]["megackpt"] = _HINT
-            exotic = True
-        # xarray opens no array without names, and takes axes of one name to have one length.
-        names = [f"{name}.dim_{axis}" for axis in range(len(meta.shape))]
-        document["dimension_names"] = names
-        documents[name] = document
-        files[f"{name}/{ARRAY}"] = json.dumps(document).encode()
+        document = array_file(entry, ArrayLayout.planned(entry.meta, grid, packing))
+        documents.append(f"{json.dumps(name)}: {document.decode()}")
+        files[f"{name}/{ARRAY}"] = document
     about: dict[str, Any] = {"version": VERSION, "arrays": len(documents)}
     group: dict[str, Any] = {
         "zarr_format": 3,
         "node_type": "group",
         "attributes": {"megackpt": about},
     }
+    text = json.dumps(group)
     # With consolidated metadata zarr-python lists the arrays without a look at our other files. It
     # does not open a group at all that lists an array of an unknown data type.
     if exotic:
         about["zarr-python"] = _HINT
+        text = json.dumps(group)
     elif len(documents) <= _MOST_CONSOLIDATED:
-        group["consolidated_metadata"] = {
-            "kind": "inline",
-            "must_understand": False,
-            "metadata": documents,
-        }
-    files[ARRAY] = json.dumps(group).encode()
+        kind = '"kind": "inline", "must_understand": false'
+        listed = f'{{{kind}, "metadata": {{{", ".join(documents)}}}}}'
+        text = f'{text[:-1]}, "consolidated_metadata": {listed}}}'
+    files[ARRAY] = text.encode()
     return files
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from megackpt.backends.base import Source, run_in_threads
 from megackpt.backends.object_files import encode_key, write_object
+from megackpt.backends.zarr.array_metadata import array_file
 from megackpt.backends.zarr.codecs import (
     Octets,
     Packing,
@@ -18,7 +19,13 @@ from megackpt.backends.zarr.codecs import (
     crc_bytes,
     encode_index,
 )
-from megackpt.backends.zarr.grid import ArrayLayout, Cells, entry_name, fragments_file
+from megackpt.backends.zarr.grid import (
+    ARRAY,
+    ArrayLayout,
+    Cells,
+    entry_name,
+    fragments_file,
+)
 from megackpt.errors import BackendError
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
@@ -39,7 +46,10 @@ WrittenChunk = tuple[Box, Location, bytes]
 def write_rows(
     root: Storage, plan: SavePlan, data: Source, packing: Packing
 ) -> WriteResult:
-    """Write every row of a plan, durably. Raises BackendError for rows in several cells."""
+    """Write every row of a plan, durably. Raises BackendError for rows in several cells.
+
+    The first cell of an array comes with the array's description.
+    """
     cells = Cells.of(plan.tensors, plan.grids, plan.tensor, plan.boxes)
     wrong = [str(plan.row(row).shard) for row in np.flatnonzero(~cells.within).tolist()]
     if wrong:
@@ -78,6 +88,9 @@ def _write_row(
     if item.meta.is_object:
         return [(box, *write_object(root, entry, box, data.blocks(row), batch))]
     layout = ArrayLayout.planned(item.meta, item.grid, packing)
+    if not any(box.offset):
+        with batch.create(f"{entry_name(entry)}/{ARRAY}") as writer:
+            writer.write([memoryview(array_file(entry, layout))])
     if item.nbytes:
         return write_cell(batch, entry.key, layout, box, data.blocks(row))
     # An empty file in place of the first cell shows that the tensor was written.

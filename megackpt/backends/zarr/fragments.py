@@ -10,11 +10,18 @@ import numpy as np
 from megackpt.backends.base import run_in_threads
 from megackpt.backends.zarr.cell_writer import WrittenChunk, write_cell, write_result
 from megackpt.backends.zarr.codecs import Octets, Packing
-from megackpt.backends.zarr.grid import ArrayLayout, Cells, fragments_file
+from megackpt.backends.zarr.grid import (
+    ARRAY,
+    ArrayLayout,
+    Cells,
+    entry_name,
+    fragments_file,
+)
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import (
     ITEMSIZE,
+    Bool,
     Chunk,
     Chunks,
     Int32,
@@ -34,6 +41,14 @@ def fragment_names(manifest: Manifest) -> list[str]:
     return [fragments_file(rank) for rank in ranks]
 
 
+def described(manifest: Manifest) -> list[str]:
+    """The descriptions that ranks have written, with the first cells of their arrays."""
+    chunks = manifest.chunks
+    first = (chunks.boxes.offset == 0).all(axis=1) & ~_are_parts(manifest)
+    entries = [manifest.tensors[n] for n in np.unique(chunks.tensor[first]).tolist()]
+    return [f"{entry_name(e)}/{ARRAY}" for e in entries if not e.meta.is_object]
+
+
 def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     """Write the cells that ranks share, remove the parts, and return the manifest without them.
 
@@ -41,12 +56,10 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     CorruptCheckpoint if a part is not what its rank wrote.
     """
     chunks = manifest.chunks
-    ranks = np.unique(chunks.writer).tolist()
-    temporary = {fragments_file(rank) for rank in ranks} & set(manifest.files)
-    if not temporary:
+    is_part = _are_parts(manifest)
+    if not is_part.any():
         return manifest
-    is_temporary = np.array([name in temporary for name in manifest.files], np.bool_)
-    is_part = is_temporary[chunks.file]
+    temporary = {manifest.files[n] for n in np.unique(chunks.file[is_part]).tolist()}
     layouts: dict[int, ArrayLayout] = {}
     parts_of: dict[tuple[int, Box], list[Chunk]] = {}
     for row in np.flatnonzero(is_part).tolist():
@@ -76,6 +89,14 @@ def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     written = [found[i] for i in range(len(cells))]
     tensors = np.array([number for number, _ in parts_of], np.int32)
     return _with_cells(manifest, np.flatnonzero(~is_part), tensors, written)
+
+
+def _are_parts(manifest: Manifest) -> Bool:
+    """Which chunks are parts of cells, in temporary files?"""
+    ranks = np.unique(manifest.chunks.writer).tolist()
+    temporary = {fragments_file(rank) for rank in ranks}
+    is_temporary = np.array([name in temporary for name in manifest.files], np.bool_)
+    return is_temporary[manifest.chunks.file]
 
 
 def _write(
