@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
@@ -67,9 +68,16 @@ def small_file_problems(
 def _problems(
     storage: Storage, small: Mapping[str, tuple[int, bytes]], advice: str = ""
 ) -> list[str]:
+    limits = [size for size, _ in small.values()]
+    # There may be very many, each of which is opened once if all is well.
+    with suppress(FileNotFoundError, CorruptCheckpoint):
+        digests = list(map(digest, storage.contents([*small], limits)))
+        if digests == [checksum for _, checksum in small.values()]:
+            return []
     sizes = dict(zip(small, storage.sizes([*small]), strict=True))
     whole = [name for name, (size, _) in small.items() if sizes[name] == size]
-    digests = dict(zip(whole, map(digest, storage.contents(whole)), strict=True))
+    contents = storage.contents(whole, [small[name][0] for name in whole])
+    digests_of = dict(zip(whole, map(digest, contents), strict=True))
     problems = []
     for name, (size, checksum) in small.items():
         path, found = f"{storage.location}/{name}", sizes[name]
@@ -80,7 +88,7 @@ def _problems(
         what = "does not match its digest"
         if found != size:
             what = f"has {found} bytes instead of {size}"
-        if digests.get(name) != checksum:
+        if digests_of.get(name) != checksum:
             problems.append(
                 f"{path} {what}: it is damaged, or was written by another program "
                 f"({_compared(storage, name)}){advice or _TRUST_IT}"

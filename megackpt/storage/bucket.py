@@ -170,8 +170,8 @@ class BucketStorage(Storage):
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
         return self.get_version(name, limit)[0]
 
-    def contents(self, names: Sequence[str]) -> Iterator[bytes]:
-        return client.pool().map(self.get, names)
+    def contents(self, names: Sequence[str], limits: Sequence[int]) -> Iterator[bytes]:
+        return client.pool().map(self.get, names, limits)
 
     def get_version(self, name: str, limit: int = 1 << 32) -> tuple[bytes, Version]:
         """Like ``get``, but return the version of the object as well."""

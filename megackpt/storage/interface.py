@@ -283,9 +283,9 @@ class Storage(ABC):
     def delete(self, name: str) -> None:
         """Remove a file, or a folder and its content. An absent one is not an error."""
 
-    def contents(self, names: Sequence[str]) -> Iterator[bytes]:
+    def contents(self, names: Sequence[str], limits: Sequence[int]) -> Iterator[bytes]:
         """Yield the content of each of these small files, as ``get`` returns it."""
-        return map(self.get, names)
+        return map(self.get, names, limits)
 
     def get(self, name: str, limit: int = 1 << 32) -> bytes:
         """Return the content of a small file.
