@@ -175,7 +175,7 @@ class Comparison:
         for i, value in zip(self.kept.tolist(), values, strict=False):
             shard = shards[i]
             result[i] = value
-            if isinstance(shard, ShardedObject):
+            if not isinstance(shard, ShardedTensor):
                 result[i] = unbundled(shard, value, groups[i].index(i))
         common = {}
         if len(values) > len(self.kept):

@@ -117,8 +117,9 @@ def _built(
                     problems.append(f"a {type(key).__name__} is a dict key: {key!r}")
                 result[key] = build(value, (*path, key), level)
             return result
-        if type(node) is not ShardedTensor:
-            node = native(node)
+        if type(node) is ShardedTensor:  # an isinstance of an ABC takes much longer
+            return node
+        node = native(node)
         if not isinstance(node, ShardedTensorFactory):
             return node
         if level > limits.NESTED_FACTORIES:
@@ -227,22 +228,24 @@ def restore(
     Raises MismatchError if the common state has a leaf where a shard was asked for, or a list
     of another length.
     """
-    loaded = dict(zip(extracted.paths, values, strict=True))
+    following = iter(values)  # in the order in which ``extract`` met the shards
 
-    def place(path: Path, leaf: Any) -> Any:
+    def place(_: Path, leaf: Any) -> Any:
+        if isinstance(leaf, (ShardedTensor, ShardedObject)):
+            value = next(following)
+            if value is ABSENT:
+                return value
+            return _Placed(value, replaces=False)
         if isinstance(leaf, LocalNonpersistentObject):
             return _Placed(leaf.unwrap(), replaces=True)
-        value = loaded.get(path, ABSENT)
-        if value is ABSENT:
-            return value
-        return _Placed(value, replaces=False)
+        return ABSENT
 
     result: dict[Any, Any] = tree.copied(common)
     placed = _select(extracted.state, place)
     if placed is not ABSENT:
         result = _joined(result, placed, ())
     incomplete = set[Path]()
-    for path, value in loaded.items():
+    for path, value in zip(extracted.paths, values, strict=True):
         if value is ABSENT:
             incomplete.update(path[:n] for n in range(len(path) + 1))
     for path, factory in reversed(extracted.factories):

@@ -152,12 +152,15 @@ def _write_file(
             found: Sequence[memoryview | None] = [None] * len(rows)
             if small[first]:
                 found = views(data, rows, nbytes[first:last].tolist())
+            numbers = plan.tensor[rows].tolist()
             shapes = plan.boxes.shape[rows].tolist()
-            for row, shape, view in zip(rows, shapes, found, strict=True):
+            for row, number, shape, view in zip(
+                rows, numbers, shapes, found, strict=True
+            ):
                 if view is None:
                     written.append(_write_row(records, row, plan, data))
                 else:
-                    meta = plan.tensors[plan.tensor[row]].meta
+                    meta = plan.tensors[number].meta
                     extents = tuple(shape[: len(meta.shape)])
                     written.append(records.whole(meta.dtype, extents, view))
         records.end()
