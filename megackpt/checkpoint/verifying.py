@@ -32,14 +32,8 @@ from megackpt.errors import (
     CorruptCheckpoint,
     UntrustedClass,
 )
-from megackpt.planning.box import Boxes
-from megackpt.planning.coverage import shapes_table
-from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import (
-    COMMON_KEY,
-    Declarations,
-    itemsizes,
-)
+from megackpt.planning.load_plan import check_whole
+from megackpt.planning.manifest import COMMON_KEY
 from megackpt.storage import Storage
 
 
@@ -168,7 +162,7 @@ class _Work(ChunkChecks):
                     file = manifest.files.index(short.name)
                     self.bad.update(np.flatnonzero(chunks.file == file).tolist())
         with self.recorded():
-            self.check_coverage()
+            check_whole(self.manifest)
         total = int(chunks.length.sum())
         checked = len(chunks.digests) > 0 or total == 0
         compared = rows
@@ -205,15 +199,6 @@ class _Work(ChunkChecks):
             tuple(self.unread),
             tuple(sorted(self.untrusted)),
         )
-
-    def check_coverage(self) -> None:
-        """Raise CorruptCheckpoint for holes and overlaps among the stored chunks."""
-        tensors = self.manifest.tensors
-        number = np.flatnonzero(itemsizes(tensors)).astype(np.int32)
-        shape = shapes_table(tensors, 0)[number]
-        whole = Boxes(np.zeros_like(shape), shape)
-        wanted = Declarations.of_boxes(tensors, number, whole, whole.volume)
-        plan_load(wanted, self.manifest)
 
     @cached_property
     def extension_keys(self) -> Collection[str]:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
         save_state_dict_async_plan as save_state_dict_async_plan,
         verify_global_md_reuse as verify_global_md_reuse,
     )
-    from megackpt.dcp.storage_reader import FileSystemReader as FileSystemReader
+    from megackpt.dcp.storage_reader import (
+        FileSystemReader as FileSystemReader,
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+    )
     from megackpt.dcp.storage_writer import (
         FileSystemWriter as FileSystemWriter,
         FileSystemWriterAsync as FileSystemWriterAsync,
@@ -34,7 +37,7 @@ _HOMES = {
         "save_state_dict_async_plan",
         "verify_global_md_reuse",
     ),
-    "storage_reader": ("FileSystemReader",),
+    "storage_reader": ("FileSystemReader", "HuggingFaceStorageReader"),
     "storage_writer": ("FileSystemWriter", "FileSystemWriterAsync"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megackpt import limits
+from megackpt.backends.base import Backend
 from megackpt.backends.ranges import refuse_sparse
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.metadata_reader import (
@@ -58,7 +59,7 @@ _KNOWN_PLANNERS = DefaultLoadPlanner, LoadPlanner
 
 @dataclass(frozen=True, eq=False)
 class OpenCheckpoint:
-    """An open checkpoint of torch DCP's format."""
+    """An open checkpoint, with the items of torch DCP's formats."""
 
     storage: Storage
     listing: Listing
@@ -66,6 +67,7 @@ class OpenCheckpoint:
     manifest: Manifest
     rows: dict[ChunkName, int]
     """Rows of the manifest."""
+    backend: Backend = field(default_factory=TorchDist)
 
 
 class ItemReader:
@@ -150,7 +152,8 @@ class ItemReader:
         holders = Boxes.of(boxes)
         plan = planned.LoadPlan(manifest, rows, holders, np.arange(len(items)))
         target = LoadTarget(tensors, holders, dtypes, {})
-        TorchDist().read(self._checkpoint.storage, plan, target, self._verify)
+        checkpoint = self._checkpoint
+        checkpoint.backend.read(checkpoint.storage, plan, target, self._verify)
 
     def _read_pickled(self, item: ReadItem, listed: ListedItem) -> None:
         """A chunk that torch pickled, or that went through an extension: as stock reads it."""

@@ -16,8 +16,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megackpt.backends.torch_dist import METADATA
+from megackpt.backends.torch_dist.metadata_pickle import Record
 from megackpt.backends.torch_dist.metadata_reader import (
+    ListedItem,
     Listing,
+    RecordPlace,
     check_files,
     read_listing,
 )
@@ -34,9 +37,11 @@ from megackpt.dcp.torch_metadata import (
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
+    CorruptCheckpoint,
     NotACheckpoint,
 )
 from megackpt.loader.row_reader import replacement
+from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import LocalStorage, Storage
 from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
@@ -98,7 +103,7 @@ class FileSystemReader(StorageReader):
         errors in ``load``, so with these releases they are logged as warnings, too.
         """
         try:
-            self._checkpoint = _open(self.path, kwargs.get("rank"))
+            self._checkpoint = self._open(kwargs.get("rank"))
             items, listing = self._checkpoint.items, self._checkpoint.listing
             return metadata_of(listing, items, self.load_id)
         except CheckpointingException as error:
@@ -117,7 +122,7 @@ class FileSystemReader(StorageReader):
             rank = None
             if not kwargs.get("use_collectives", True):
                 rank = kwargs.get("rank")
-            self._checkpoint = _open(self.path, rank)
+            self._checkpoint = self._open(rank)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._opened().manifest.save_id)
@@ -149,12 +154,64 @@ class FileSystemReader(StorageReader):
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
 
+    def _open(self, rank: int | None) -> OpenCheckpoint:
+        return _open(self.path, rank)
+
     def _opened(self) -> OpenCheckpoint:
         if self._checkpoint is None:
             raise CheckpointingException(
                 "read_metadata or set_up_storage_reader opens a checkpoint: call it first"
             )
         return self._checkpoint
+
+
+class HuggingFaceStorageReader(FileSystemReader):
+    """Loads safetensors files: Hugging Face's, ours, and the pieces of torch DCP's ranks.
+
+    Holes and overlaps of pieces are errors, as is a file of pieces without the others. Objects are
+    left out.
+
+    Args:
+        path: the directory, or one file of whole tensors.
+        thread_count: no effect. Several ranges are read at a time.
+        verify: as in FileSystemReader.
+    """
+
+    def __init__(
+        self, path: Path, thread_count: int = 1, *, verify: bool = True
+    ) -> None:
+        super().__init__(path, verify=verify)
+        self.thread_count = thread_count
+
+    def _open(self, rank: int | None) -> OpenCheckpoint:
+        opened = open_checkpoint(self.path)
+        manifest, name = opened.manifest, opened.backend.properties.name
+        if name != "safetensors" or rank is not None:
+            raise NotACheckpoint(
+                f"{os.fspath(self.path)} is a checkpoint of format {name}, and the reader for "
+                "safetensors reads what all ranks have saved in that format"
+            )
+        try:
+            check_whole(manifest)
+        except CorruptCheckpoint as error:
+            raise CorruptCheckpoint(f"{opened.storage.location}: {error}") from error
+        record = Record("Metadata")
+        record.state = {"state_dict_metadata": {}, "storage_data": {}}
+        listing = Listing(record)
+        rows = rows_of(manifest)
+        items = {}
+        for chunk_name, row in rows.items():
+            key, meta = manifest.tensors[manifest.chunks.tensor[row]]
+            if meta.is_object:
+                continue
+            listing.tensors[key] = meta
+            chunk = manifest.chunk(row)
+            at = chunk.location
+            place = RecordPlace(at.file, at.start, at.length)
+            items[chunk_name] = ListedItem(key, chunk.box, place)
+        return OpenCheckpoint(
+            opened.storage, listing, items, manifest, rows, opened.backend
+        )
 
 
 def _open(directory: Path, rank: int | None) -> OpenCheckpoint:

@@ -7,7 +7,14 @@ import numpy as np
 from megackpt.errors import CorruptCheckpoint, MismatchError, join_truncated
 from megackpt.planning.box import Box, Boxes, Int64, expand_ranges, group_equal, runs
 from megackpt.planning.coverage import shapes_table
-from megackpt.planning.manifest import Bool, Declarations, Int32, LoadPlan, Manifest
+from megackpt.planning.manifest import (
+    Bool,
+    Declarations,
+    Int32,
+    LoadPlan,
+    Manifest,
+    itemsizes,
+)
 from megackpt.planning.tiling import miscounted, tile_exactly
 
 _NAMED = 1000  # rows with a hole or an overlap that are counted in an error
@@ -39,6 +46,16 @@ def plan_load(wanted: Declarations, manifest: Manifest) -> LoadPlan:
     plan = LoadPlan(manifest, rows[places], Boxes(low, high - low), targets)
     _check_whole(wanted, stored, plan, _sound(manifest, chunks, owner))
     return plan
+
+
+def check_whole(manifest: Manifest) -> None:
+    """Raise CorruptCheckpoint for holes and overlaps among the stored chunks."""
+    tensors = manifest.tensors
+    number = np.flatnonzero(itemsizes(tensors)).astype(np.int32)
+    shape = shapes_table(tensors, 0)[number]
+    whole = Boxes(np.zeros_like(shape), shape)
+    wanted = Declarations.of_boxes(tensors, number, whole, whole.volume)
+    plan_load(wanted, manifest)
 
 
 def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
