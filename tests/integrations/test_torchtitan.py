@@ -1,0 +1,31 @@
+"""torchtitan's optimizers and schedulers with our manager: killed, and resumed on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megackpt import CheckpointManager
+from tests.conftest import Ranks
+from tests.integrations.programs import Program
+
+pytestmark = pytest.mark.torchtitan
+
+
+@pytest.mark.parametrize("first", ["ours", "stock"])
+def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path, first: str) -> None:
+    program = Program("torchtitan.md", tmp_path, ranks, "torchtitan")
+    stock = Program("torchtitan.md", tmp_path, ranks, "torchtitan")
+    ours = "megackpt.integrations.torchtitan"
+    assert ours in stock.source
+    stock.source = stock.source.replace(ours, "torchtitan.components.checkpoint")
+    if first == "ours":
+        program.survives(2, 1, killed_at=9, saved=2)
+    else:  # its save of the step that is killed may be cut off: ours takes the one before
+        stock.survives(2, 2, killed_at=9, saved=2, by=program)
+    steps = CheckpointManager(tmp_path / "killed/run/checkpoint").steps()
+    complete = [step.step for step in steps if step.complete]
+    assert complete[-2:] == [10, 12]
+    if first == "ours":
+        assert len(complete) <= 4  # the last save but one was running at the last purge
