@@ -1,0 +1,168 @@
+"""Hugging Face transformers: its Trainer, with checkpoints of megackpt that all ranks write."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import transformers
+
+import megackpt
+
+__all__ = ["Trainer"]
+
+logger = logging.getLogger("megackpt.transformers")
+
+
+class _Polling(transformers.TrainerCallback):
+    """Commits the saves that are written while the training continues."""
+
+    def __init__(self, checkpoints: megackpt.CheckpointManager) -> None:
+        self._checkpoints = checkpoints
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._checkpoints.poll()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._checkpoints.close()  # also waits for the removal of older ones
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer. ``train(resume_from_checkpoint=True)`` begins where there is nothing.
+
+    ``save_total_limit`` checkpoints stay, and the best one.
+
+    Args:
+        checkpoint_options: of ``megackpt.CheckpointManager``, such as ``strategy``.
+        options: of transformers' Trainer, as are positional arguments.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        checkpoint_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        limit = self.args.save_total_limit
+        keeps_best = limit and self.args.metric_for_best_model is not None
+        settings: dict[str, Any] = {
+            "naming": "transformers",
+            "asynchronous": True,
+            "keep_last": limit,
+            "keep_best": 1 if keeps_best else None,
+            "best": "highest" if self.args.greater_is_better else "lowest",
+        }
+        settings |= checkpoint_options or {}
+        self.checkpoints = megackpt.CheckpointManager(self.args.output_dir, **settings)
+        self.add_callback(_Polling(self.checkpoints))
+        # Where transformers' own code finds and leaves its small files.
+        self._folder: str | None = None
+        self._step: int | None = None
+
+    def train(
+        self, resume_from_checkpoint: Any = None, *args: Any, **options: Any
+    ) -> Any:
+        if not resume_from_checkpoint:
+            return super().train(None, *args, **options)
+        if resume_from_checkpoint is True:
+            latest = self.checkpoints.latest()
+            self._step = None if latest is None else latest.step
+        else:
+            name = re.search(r"checkpoint-(\d+)/?$", str(resume_from_checkpoint))
+            if not name or Path(resume_from_checkpoint).parent != Path(
+                self.args.output_dir
+            ):
+                raise ValueError(
+                    f"{resume_from_checkpoint} is no checkpoint of {self.args.output_dir}"
+                )
+            self._step = int(name[1])
+        if self._step is None:
+            return super().train(None, *args, **options)
+        with TemporaryDirectory() as folder:
+            self._write_files(Path(folder), self._step)
+            return super().train(folder, *args, **options)
+
+    def _get_output_dir(self, trial: Any) -> Any:
+        return self._folder or super()._get_output_dir(trial)
+
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        if self._folder is None:
+            super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        is_best = self.state.best_global_step == step
+        if is_best:
+            self.state.best_model_checkpoint = self.checkpoints.path(step)
+        with TemporaryDirectory() as folder:
+            self._folder = folder
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._folder = None
+            files = {
+                path.name: path.read_bytes()
+                for path in Path(folder).glob("*/*")
+                if path.is_file()
+            }
+        extra: dict[str, Any] = {"ranks": self.args.world_size}
+        extra |= self._declared(files, self.args.world_size)
+        metric = self.state.best_metric if is_best else None
+        self.checkpoints.save(step, **self._objects(), extra=extra, metric=metric)
+
+    def _objects(self) -> dict[str, Any]:
+        objects = {"model": self.model_wrapped}
+        if not self.args.save_only_model:
+            # accelerate's optimizer has torch's in it.
+            objects["optimizer"] = getattr(self.optimizer, "optimizer", self.optimizer)
+            objects["scheduler"] = self.lr_scheduler
+        return objects
+
+    def _declared(self, files: dict[str, bytes], ranks: int) -> dict[str, Any]:
+        """transformers' small files: those of rank 0, and each rank's random generators."""
+        rank = self.args.process_index
+        shared = {name: data for name, data in files.items() if "rng_state" not in name}
+        declared = {
+            "files": megackpt.ShardedObject(
+                "files", shared, (1,), (0,), replica_id=rank
+            )
+        }
+        if ranks == self.args.world_size and not self.args.save_only_model:
+            own = {name: data for name, data in files.items() if "rng_state" in name}
+            declared["rng"] = megackpt.ShardedObject("rng", own, (ranks,), (rank,))
+        return declared
+
+    def _write_files(self, folder: Path, step: int) -> None:
+        ranks = megackpt.load_common_state_dict(self.checkpoints.path(step))["extra"][
+            "ranks"
+        ]
+        if ranks != self.args.world_size:
+            text = "the random generators of %d ranks are not restored on %d"
+            logger.warning(text, ranks, self.args.world_size)
+        found = self.checkpoints.restore(self._declared({}, ranks), step)
+        if found is not None:
+            files = found.state["files"] | found.state.get("rng", {})
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The manager saves them."""
+
+    def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
+        """The model is loaded with the optimizer, when it is distributed."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.checkpoints.restore(step=self._step, **self._objects())
+
+    def _load_best_model(self) -> None:
+        self.checkpoints.finalize()
+        self.checkpoints.restore(
+            step=self.state.best_global_step, model=self.model_wrapped
+        )
