@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
 
@@ -60,6 +61,7 @@ _SHARD = re.compile(f"shard_{_NUMBERS}_{_NUMBERS}")
 Dims = tuple[int, ...]
 
 
+@lru_cache(maxsize=1 << 16)
 def encode_key(key: str) -> str:
     """The key as a unique name: percent-encoded; shortened, with a hash, if it is too long."""
     name = _UNSAFE.sub(lambda match: _escape(match.group()), key) or _EMPTY

@@ -154,14 +154,16 @@ def write_cell(
     """
     packing = layout.packing
     itemsize = ITEMSIZE[layout.dtype]
-    boxes = layout.chunks(box)
-    stream = _Stream(blocks, f"{ShardId(key, box)}")
+    parts = [box]
+    if layout.sharded:
+        boxes = layout.chunks(box)
+        parts = [boxes.row(row, len(layout.shape)) for row in range(len(boxes))]
+    stream = _Stream(blocks, ShardId(key, box))
     file = f"{encode_key(key)}/{layout.file(layout.index(box))}"
     chunks: list[WrittenChunk] = []
     stored = []
     with batch.create(file) as writer:
-        for row in range(len(boxes)):
-            chunk = boxes.row(row, len(layout.shape))
+        for chunk in parts:
             start = writer.position
             length = chunk.volume * itemsize
             if packing.compressor is None and length == layout.chunk_bytes:
@@ -173,7 +175,7 @@ def write_cell(
             chunks.append((chunk, Location(file, start, length), digests))
             stored.append((start, writer.position - start))
         if layout.sharded:
-            numbers = layout.numbers(boxes)
+            numbers = layout.numbers(Boxes.of(parts))
             index = encode_index(layout.chunks_in_a_cell, numbers, stored)
             writer.write([memoryview(index)])
     return chunks
@@ -213,7 +215,7 @@ def _padded(own: Octets, box: Box, layout: ArrayLayout) -> Octets:
 class _Stream:
     """The bytes of a cell, which come in blocks of any size."""
 
-    def __init__(self, blocks: Iterator[memoryview], name: str) -> None:
+    def __init__(self, blocks: Iterator[memoryview], name: ShardId) -> None:
         self._blocks = blocks
         self._name = name
         self._rest = memoryview(b"")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -100,6 +101,7 @@ class ArrayLayout:
     key: str | None = None
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def planned(
         cls, meta: TensorMeta, grid: Grid | None, packing: Packing
     ) -> ArrayLayout:
@@ -155,11 +157,8 @@ class ArrayLayout:
 
     def chunks(self, box: Box) -> Boxes:
         """The chunks of the cell with this box, in C order, but for those beyond the tensor."""
-        boxes = Boxes.of([box])
-        if not self.sharded:
-            return boxes
         extents = np.array([self.inner], np.int64)
-        return cut(boxes, extents, np.zeros_like(extents))[1]
+        return cut(Boxes.of([box]), extents, np.zeros_like(extents))[1]
 
     def numbers(self, chunks: Boxes) -> Int64:
         """The positions of these chunks in the index of their shard."""
