@@ -186,6 +186,8 @@ class CheckpointManager(SaveDecisions):
             options: of ``megackpt.save``, which also documents the errors; others are objects.
         """
         step = _as_step(step)
+        if metric is not None:
+            metric = float(metric)
         if asynchronous is not None and type(asynchronous) is not bool:
             raise ValueError(
                 f"asynchronous is True, False or None for one step, not {asynchronous!r}: the kind "
@@ -194,36 +196,34 @@ class CheckpointManager(SaveDecisions):
         options, objects = split_arguments(save, options)
         if sharded_state_dict is None and not objects:
             raise ValueError("nothing to save: give objects by name, or a state dict")
-        stateful = StatefulObjects(objects, self._process_group)
-        state = stateful.declare(sharded_state_dict)
         if asynchronous is None:
             asynchronous = self._worker is not None
-        if step in self._in_flight:
-            self._queue.maybe_finalize_async_calls(blocking=True)
-        self._last_save += 1
-        self._last_save_began = time.monotonic()
-        with self._group() as group:
-            is_coordinator = group.is_coordinator
-        committed = partial(
-            self._on_commit, self._last_save, step, is_coordinator, metric
-        )
-        path = self.path(step)
-        try:
-            request = save(
-                state,
-                path,
-                self._strategy,
-                async_sharded_save=asynchronous,
-                process_group=self._process_group,
-                timeout=self._timeout,
-                **options,
+        with StatefulObjects(objects, self._process_group) as stateful:
+            state = stateful.declare(sharded_state_dict)
+            if step in self._in_flight:
+                self._queue.maybe_finalize_async_calls(blocking=True)
+            self._last_save += 1
+            self._last_save_began = time.monotonic()
+            with self._group() as group:
+                is_coordinator = group.is_coordinator
+            committed = partial(
+                self._on_commit, self._last_save, step, is_coordinator, metric
             )
-        except CheckpointingException as error:
-            if not self._queue.failures.tolerates(error, path, is_coordinator):
-                raise
-            return
-        finally:
-            stateful.reset()
+            path = self.path(step)
+            try:
+                request = save(
+                    state,
+                    path,
+                    self._strategy,
+                    async_sharded_save=asynchronous,
+                    process_group=self._process_group,
+                    timeout=self._timeout,
+                    **options,
+                )
+            except CheckpointingException as error:
+                if not self._queue.failures.tolerates(error, path, is_coordinator):
+                    raise
+                return
         if request is None:
             self._queue.failures.succeeded()
             committed()
@@ -299,14 +299,12 @@ class CheckpointManager(SaveDecisions):
                 does not hold all keys.
         """
         options, objects = split_arguments(load, options)
-        stateful = StatefulObjects(objects, self._process_group)
-        found = self._restore(stateful.declare(sharded_state_dict), step, options)
-        if found is None:
-            stateful.reset()
-        else:
-            # With a strictness of RETURN_* the state is the first of three.
-            whole = found.state
-            stateful.load(whole[0] if isinstance(whole, tuple) else whole)
+        with StatefulObjects(objects, self._process_group) as stateful:
+            found = self._restore(stateful.declare(sharded_state_dict), step, options)
+            if found is not None:
+                # With a strictness of RETURN_* the state is the first of three.
+                whole = found.state
+                stateful.load(whole[0] if isinstance(whole, tuple) else whole)
         return found
 
     def close(self, abort: bool = False) -> None:
@@ -373,10 +371,12 @@ class CheckpointManager(SaveDecisions):
         if not is_coordinator:
             return
 
-        def track(_: Advance) -> None:
-            self._retention.note_metric(step, metric)
+        def track(advance: Advance) -> None:
             if self._naming.style == "megatron" and is_newest:
-                root_at(self.root).put(TRACKERS[0], str(step).encode())
+                root = root_at(self.root)
+                advance(0)  # raises if the storage was given up
+                root.put(TRACKERS[0], str(step).encode())
+            self._retention.note_metric(step, metric, advance)
 
         try:
             self._on_storage("track", track)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
+from megackpt.async_save import Advance
 from megackpt.errors import StorageError
 from megackpt.storage import Storage
 
@@ -47,6 +48,8 @@ class KeepRules:
                     f"{name} says which of the older steps stay; it needs keep_last, as without "
                     "keep_last all steps stay"
                 )
+        if not isinstance(self.keep_for, (timedelta, type(None))):
+            raise ValueError(f"keep_for is a timedelta or None, not {self.keep_for!r}")
         if self.best not in ("lowest", "highest"):
             raise ValueError(f"best is 'lowest' or 'highest', not {self.best!r}")
 
@@ -57,27 +60,36 @@ class KeepRules:
 
 
 def read_metrics(root: Storage) -> dict[int, float]:
-    """The metrics of a run's steps. Raises StorageError if the file cannot be read."""
+    """The metrics of a run's steps; NaN is none. Raises StorageError if the file cannot be read."""
     if root.size(METRICS) is None:
         return {}
     try:
         found = json.loads(root.get(METRICS, _MAX_BYTES))
-        return {int(step): float(metric) for step, metric in found.items()}
+        metrics = {int(step): float(metric) for step, metric in found.items()}
     except (ValueError, TypeError, AttributeError) as error:
         path = f"{root.location}/{METRICS}"
         raise StorageError(
             f"{path} holds no metrics of steps: {error}; move it away"
         ) from error
+    return {step: m for step, m in metrics.items() if not math.isnan(m)}
 
 
 def write_metric(
-    root: Storage, steps: Iterable[int], step: int, metric: float | None
+    root: Storage,
+    steps: Iterable[int],
+    step: int,
+    metric: float | None,
+    advance: Advance,
 ) -> None:
-    """Note the metric of a step, and forget those of steps that are gone. NaN is none."""
+    """Note the metric of a step, and forget those of steps that are gone. NaN is none.
+
+    ``advance`` raises if the storage was given up.
+    """
     known = read_metrics(root)
     kept = {number: known[number] for number in steps if number in known}
     kept.pop(step, None)
     if metric is not None and not math.isnan(metric):
-        kept[step] = float(metric)
+        kept[step] = metric
     if kept != known:
+        advance(0)
         root.put(METRICS, json.dumps(kept).encode())

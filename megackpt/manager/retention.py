@@ -143,8 +143,10 @@ class Retention:
     def prune(self, newest: int, advance: Advance) -> list[str]:
         """As ``apply``, but raises. Returns the names of the steps that were removed."""
         run = RunDirectory(self.root)
+        advance(0)  # raises if the storage was given up
         self._remove_temporary_files(run.storage)
         for name in sorted(run.replaced_names()):
+            advance(0)
             self._clear(name)
         own: dict[int, str] = {}
         for number, found in run.names_by_step().items():
@@ -153,7 +155,9 @@ class Retention:
                 own[number] = name
 
         def is_good(number: int) -> bool:
-            return any(map(self._is_good, run.examine(own[number])))
+            steps = run.examine(own[number])
+            advance(0)
+            return any(map(self._is_good, steps))
 
         superfluous = self.superfluous(own, is_good)
         if superfluous and self._rules.keep_best:
@@ -166,16 +170,16 @@ class Retention:
         old = [name for name in names if not self._is_recent(run, name)]
         removed = []
         for name in old:
-            advance(0)  # raises if the storage was given up
+            advance(0)
             if self._remove(run, name):
                 removed.append(name)
         return removed
 
-    def note_metric(self, step: int, metric: float | None) -> None:
+    def note_metric(self, step: int, metric: float | None, advance: Advance) -> None:
         """Note the metric of a complete step, if steps stay by metric or it has one."""
         if metric is not None or self._rules.keep_best:
             run = RunDirectory(self.root)
-            write_metric(run.storage, run.names_by_step(), step, metric)
+            write_metric(run.storage, run.names_by_step(), step, metric, advance)
 
     def damage(self, step: Step) -> str | None:
         """The damage that was found earlier; None if the step was not checked since it changed."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -30,12 +31,15 @@ _MANAGER_OPTIONS = {
     "timeout",
 }
 """Options of ``save`` and ``load`` that are the same for all steps of a manager."""
-# The load itself has checked the keys.
-_AS_LOADED = StateDictOptions(strict=False)
+# The load itself has checked the keys. A module may have none, such as a loss.
+_NOT_STRICT = StateDictOptions(strict=False)
 
 
 class StatefulObjects:
     """Objects whose state is saved and restored, by name.
+
+    At the end of the ``with`` block, the optimizers' states that ``declare`` created are removed,
+    unless ``load`` has filled them.
 
     Args:
         objects: modules, optimizers of these modules, other objects with ``state_dict`` and
@@ -66,7 +70,7 @@ class StatefulObjects:
         states: dict[Any, Any] = {}
         for name, value in self._objects.items():
             if isinstance(value, Module):
-                states[name] = get_model_state_dict(value)
+                states[name] = get_model_state_dict(value, options=_NOT_STRICT)
             elif isinstance(value, Optimizer):
                 states[name] = self._optimizer_state(name, value)
             elif isinstance(value, dict):
@@ -83,35 +87,41 @@ class StatefulObjects:
     def load(self, state: Mapping[str, Any]) -> None:
         """Give the objects their loaded states. A dict is not changed.
 
-        Raises MismatchError if the checkpoint has nothing for an object.
+        Raises MismatchError, before any is changed, if the checkpoint has nothing for an object.
         """
         for name, value in self._objects.items():
-            if isinstance(value, dict):
-                continue
-            if name not in state:
+            if name not in state and not isinstance(value, dict):
                 raise MismatchError(
                     f"the checkpoint holds no state of {name!r}; its state has "
                     f"{', '.join(map(repr, state))}. Restore without {name}="
                 )
+        for name, value in self._objects.items():
+            if isinstance(value, dict):
+                continue
             if isinstance(value, Module):
-                set_model_state_dict(value, state[name], options=_AS_LOADED)
+                set_model_state_dict(value, state[name], options=_NOT_STRICT)
             elif isinstance(value, Optimizer):
                 module = self._module_of(name, value)
                 set_optimizer_state_dict(module, value, state[name])
             else:
                 value.load_state_dict(state[name])
+        self._new_optimizers.clear()
 
-    def reset(self) -> None:
-        """Remove the optimizers' states that ``declare`` created, once they are saved or unused."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for optimizer in self._new_optimizers:
             optimizer.state.clear()
 
     def _optimizer_state(self, name: str, optimizer: Optimizer) -> Any:
         is_new = not optimizer.state
         module = self._module_of(name, optimizer)
-        state: Any = get_optimizer_state_dict(module, optimizer)
-        if is_new:
-            self._new_optimizers.append(optimizer)
+        if not is_new:
+            return get_optimizer_state_dict(module, optimizer)
+        self._new_optimizers.append(optimizer)
+        with _without_gradients(optimizer):
+            state: Any = get_optimizer_state_dict(module, optimizer)
             # torch makes a step with zero gradients and counts it.
             for values in state["state"].values():
                 if "step" in values:
@@ -130,6 +140,20 @@ class StatefulObjects:
             f"{name}: none of the modules given has all parameters of this optimizer. Give the "
             "module, too (model=...); for several modules, one torch.nn.ModuleDict of them"
         )
+
+
+@contextmanager
+def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """torch creates no state while there are gradients, and removes those that it makes."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def split_arguments(

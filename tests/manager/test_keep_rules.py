@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megackpt.errors import StorageError
 from megackpt.manager import CheckpointManager
-from megackpt.manager.keep_rules import METRICS, KeepRules
+from megackpt.manager.keep_rules import METRICS, KeepRules, read_metrics
+from megackpt.storage import root_at
 from megackpt.testing import ThreadedGroup
 from tests.manager.runs import TRACKER, names, state
 
@@ -54,6 +57,45 @@ def test_unreadable_metrics_remove_nothing(
     manager.save(2, state(2), metric=3)
     assert f"{METRICS} holds no metrics of steps" in caplog.text
     assert names(tmp_path) == ["iter_0000001", "iter_0000002", TRACKER, METRICS]
+    assert (tmp_path / TRACKER).read_text() == "2"
+
+
+@pytest.mark.parametrize("metric", ["loss", torch.ones(2), 10**400])
+def test_a_bad_metric_is_refused_before_the_save(tmp_path: Path, metric: Any) -> None:
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises((ValueError, RuntimeError, OverflowError)):
+        manager.save(1, state(1), metric=metric)
+    assert manager.steps() == ()
+
+
+def test_not_a_number_is_no_metric(tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text('{"1": NaN, "2": 0.5}')
+    assert read_metrics(root_at(str(tmp_path))) == {2: 0.5}
+
+
+@pytest.mark.parametrize("late", ["tracker", "metric", "removal"])
+def test_what_was_given_up_changes_nothing_later(tmp_path: Path, late: str) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    manager.save(1, state(1))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def give_up(_: int) -> None:
+        raise StorageError("given up")
+
+    def commit(_: str, work: Any) -> None:
+        work(give_up)
+
+    retention = manager._retention
+    if late == "tracker":
+        manager._on_storage = commit  # type: ignore[method-assign, assignment]
+        manager._on_commit(2, 2, True, None)
+    elif late == "metric":
+        with pytest.raises(StorageError):
+            retention.note_metric(1, 0.5, give_up)
+    else:
+        with pytest.raises(StorageError):
+            retention.prune(9, give_up)
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
 
 
 def test_young_ones_stay(tmp_path: Path) -> None:
@@ -70,7 +112,8 @@ def test_young_ones_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [{"keep_best": 1}, {"keep_for": timedelta(1)}, {"keep_last": 1, "keep_best": 0},
-     {"keep_last": 1, "best": "loss"}, {"save_interval": 0}, {"save_every_minutes": 0}],
+     {"keep_last": 1, "best": "loss"}, {"keep_last": 1, "keep_for": 7},
+     {"save_interval": 0}, {"save_every_minutes": 0}],
 )  # fmt: skip
 def test_wrong_rules_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(reversed(options))):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megackpt.errors import MismatchError
+from megackpt.errors import MismatchError, StorageError
 from megackpt.manager import CheckpointManager
 from tests.conftest import Ranks
 from tests.manager.runs import state
@@ -118,6 +118,63 @@ def test_what_is_refused(tmp_path: Path) -> None:
     manager.save(1, model=run.model)
     with pytest.raises(MismatchError, match=r"holds no state of 'scheduler'.* 'model'"):
         manager.restore(model=run.model, scheduler=run.scheduler)
+
+
+def test_what_fails_leaves_no_invented_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, manager = Training(**SGD), CheckpointManager(tmp_path)
+    manager.save(1, model=run.model)
+    with pytest.raises(MismatchError):
+        manager.restore(model=run.model, optimizer=run.optimizer)
+    assert not run.optimizer.state
+
+    def fail(blocking: bool) -> None:
+        raise StorageError("the save before")
+
+    manager._in_flight.add(2)
+    monkeypatch.setattr(manager._queue, "maybe_finalize_async_calls", fail)
+    with pytest.raises(StorageError, match="the save before"):
+        manager.save(2, model=run.model, optimizer=run.optimizer)
+    assert not run.optimizer.state
+
+
+def test_a_new_optimizer_whose_parameters_have_gradients(tmp_path: Path) -> None:
+    first, manager = Training(), CheckpointManager(tmp_path)
+    first.step()
+    manager.save(1, **first.objects())
+    second = Training()
+    second.model(torch.ones(4, 6)).sum().backward()
+    gradients = [p.grad for p in second.model.parameters()]
+    assert manager.restore(**second.objects()) is not None
+    assert all(
+        p.grad is gradient
+        for p, gradient in zip(second.model.parameters(), gradients, strict=True)
+    )
+    assert second.step() == first.step()
+    assert second.step() == first.step()
+
+
+def test_a_missing_object_is_found_before_others_change(tmp_path: Path) -> None:
+    run, manager = Training(), CheckpointManager(tmp_path)
+    run.step()
+    manager.save(1, scheduler=run.scheduler)
+    run.step()
+    with pytest.raises(MismatchError, match="no state of 'other'"):
+        manager.restore(
+            scheduler=run.scheduler,
+            other=torch.optim.lr_scheduler.StepLR(run.optimizer, 2),
+        )
+    assert run.scheduler.last_epoch == 2
+
+
+def test_a_module_without_a_state(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    objects = {"model": torch.nn.Linear(2, 2), "loss": torch.nn.MSELoss()}
+    manager.save(1, **objects)
+    found = manager.restore(**objects)
+    assert found is not None
+    assert found.state["loss"] == {}
 
 
 def train(kind: str, root: str, steps: int) -> None:
