@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import fnmatch
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -96,9 +97,9 @@ def prune(options: argparse.Namespace) -> Answer:
             f"{newest.name} is not a name of a manager's checkpoint: megackpt rm removes it"
         )
     keep_for = None
-    if options.keep_days is not None:
-        keep_for = timedelta(days=options.keep_days)
     try:
+        if options.keep_days is not None:
+            keep_for = timedelta(days=options.keep_days)
         rules = KeepRules(
             options.keep_last,
             options.keep_every,
@@ -106,7 +107,7 @@ def prune(options: argparse.Namespace) -> Answer:
             options.best,
             keep_for,
         )
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         options.usage_error(str(error))
         raise
     retention = Retention(
@@ -123,7 +124,15 @@ def prune(options: argparse.Namespace) -> Answer:
 
 
 def rm(options: argparse.Namespace) -> Answer:
-    """Remove checkpoints of this library; errors are those of ``megackpt.checkpoint.remove``."""
+    """Remove checkpoints of this library; errors are those of ``megackpt.checkpoint.remove``.
+
+    Links are refused before anything is removed.
+    """
+    for checkpoint in options.checkpoints:
+        if os.path.islink(link := checkpoint.rstrip("/")):
+            raise NotACheckpoint(
+                f"{link} is a link: remove its target {os.path.realpath(link)}, and the link by rm"
+            )
     removed: list[str] = []
     for checkpoint in options.checkpoints:
         remove(checkpoint)

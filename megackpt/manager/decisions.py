@@ -51,7 +51,8 @@ class SaveDecisions(ABC):
     def preempted(self) -> bool:
         """Whether any rank has received a signal. Collective: one small vote.
 
-        Call it once per training step, or every so many.
+        Call it once per training step, or every so many, and before ``should_save``. A signal that
+        came between the two would otherwise end the run without a save.
         """
         self._vote()
         return self._is_preempted
@@ -59,7 +60,8 @@ class SaveDecisions(ABC):
     def should_save(self, step: int, *, last: bool = False) -> bool:
         """Whether to save this step; the same on all ranks. ``last``: it is the last of the run.
 
-        Also true after a signal (``on_signal``): save, and end. Collective with
+        Also true after a signal (``on_signal``): save, and end. Call ``preempted`` first, and
+        end if that was true, after this save. Collective with
         ``save_every_minutes`` and after ``on_signal``, as the ranks' clocks and signals differ.
         """
         is_late = False

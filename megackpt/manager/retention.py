@@ -14,7 +14,14 @@ from datetime import timedelta
 from itertools import islice
 
 from megackpt.async_save import Advance, Task
-from megackpt.checkpoint import INDEX, clear, open_checkpoint, remove, verify
+from megackpt.checkpoint import (
+    INDEX,
+    clear,
+    find_storage,
+    open_checkpoint,
+    remove,
+    verify,
+)
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.errors import (
     CheckpointingException,
@@ -251,7 +258,8 @@ class Retention:
             return False
         try:
             if self._is_rehearsal:
-                return any(step.complete for step in run.examine(name))
+                is_ours = find_storage(self.path(name)).size(INDEX) is not None
+                return is_ours and any(step.complete for step in run.examine(name))
             remove(self.path(name))
         except SaveInProgress:
             return False

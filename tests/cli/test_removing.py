@@ -50,7 +50,26 @@ def test_prune_refuses(tmp_path: Path, run: Path, plain: Callable[..., str]) -> 
     plain("prune", tmp_path / "empty", "--keep-last", 1, status=3)
     with pytest.raises(SystemExit, match="2"):
         plain("prune", run, "--keep-last", 0)
+    with pytest.raises(SystemExit, match="2"):
+        plain("prune", run, "--keep-last", 1, "--keep-days", 1e12)
     assert len(steps(run)) == 6
+
+
+def test_a_rehearsal_leaves_out_those_of_others(
+    run: Path, asked: Callable[..., Any]
+) -> None:
+    (run / "iter_0000001" / "megackpt.index").unlink()
+    for dry in (["--dry-run"], []):
+        facts = asked("prune", run, "--keep-last", 4, *dry)
+        assert facts["removed"] == ["iter_0000002"]
+
+
+def test_rm_refuses_a_link(run: Path, plain: Callable[..., str]) -> None:
+    link, target = run / "link", run / "iter_0000001"
+    link.symlink_to(target)
+    plain("rm", run / "iter_0000002", f"{link}/", status=3)
+    assert link.is_symlink()
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
 
 
 def test_rm(run: Path, asked: Callable[..., Any], plain: Callable[..., str]) -> None:
