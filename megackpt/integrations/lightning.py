@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ import megackpt
 from megackpt.checkpoint import remove
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "latest_checkpoint"]
+
+logger = logging.getLogger("megackpt.lightning")
 
 _DECLARED = ("state_dict", "optimizer_states")
 """Entries of a checkpoint of Lightning that hold tensors of all ranks."""
@@ -87,12 +91,16 @@ class _Checkpoints:
         path = self.broadcast(os.fspath(filepath))
         if path in self._superseded:
             self._superseded.remove(path)
+        # After an exception comes the teardown, which drops saves that are being written.
+        is_handling = sys.exc_info()[0] is not None
         tensors = {name: checkpoint[name] for name in _DECLARED if name in checkpoint}
         request = megackpt.save(
             checkpoint | megackpt.sharded(tensors),
             path,
             self._format,
-            async_sharded_save=self._asynchronous and self._is_training,
+            async_sharded_save=self._asynchronous
+            and self._is_training
+            and not is_handling,
         )
         if request is not None:
             self._queue.schedule_async_request(request)
@@ -124,21 +132,33 @@ class _Checkpoints:
         super().on_train_end()
 
     def teardown(self) -> None:
+        self._superseded.clear()  # Of saves that are dropped here.
         # After an error other ranks may not come.
         self._queue.close(abort=True)
         super().teardown()
 
     def _finalize(self, blocking: bool) -> None:
-        self._queue.maybe_finalize_async_calls(blocking)
+        try:
+            self._queue.maybe_finalize_async_calls(blocking)
+        except BaseException:
+            self._superseded.clear()  # What was to replace them may not exist.
+            raise
         if self._queue.get_num_unfinalized_calls():
             return
-        for path in self._superseded:
+        while self._superseded:
+            path = self._superseded.pop(0)
             if self.is_global_zero:
-                try:
-                    remove(path)
-                except megackpt.NotACheckpoint:
-                    super().remove_checkpoint(path)
-        self._superseded.clear()
+                self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        """On rank 0, so it does not raise: the other ranks would wait for it."""
+        try:
+            try:
+                remove(path)
+            except megackpt.NotACheckpoint:
+                super().remove_checkpoint(path)
+        except (megackpt.CheckpointingException, OSError) as error:
+            logger.warning("%s stays: %s", path, error)
 
 
 class DDPStrategy(_Checkpoints, strategies.DDPStrategy):

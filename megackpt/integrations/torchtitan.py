@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.checkpointer import dcp
 
 import megackpt
-from megackpt.checkpoint import remove
 from megackpt.dcp import install
 
 __all__ = ["CheckpointManager"]
-
-logger = logging.getLogger("megackpt.torchtitan")
 
 
 class CheckpointManager(dcp.CheckpointManager):
@@ -37,22 +34,19 @@ class CheckpointManager(dcp.CheckpointManager):
 
     def _find_load_step(self, folder: str = "") -> int:
         """The newest step that is complete and undamaged, on all ranks; -1: none."""
-        step = self._manager(folder).latest()
+        step = self._manager(folder).latest(own=True)
         if step is None or step.step is None:
             return -1
         return step.step
 
     def _purge_stale_checkpoints(self) -> None:
-        """Remove complete steps only: a save that is not complete yet replaces none."""
-        if not self._should_purge():
-            return
-        manager = self._manager()
-        complete = [step for step in manager.steps() if step.complete]
-        for step in complete[: -self.keep_latest_k]:
-            try:
-                remove(f"{manager.root}/{step.name}")
-            except megackpt.CheckpointingException as error:
-                logger.warning("%s stays: %s", step.name, error)
+        """Only good steps count, so a save that is not complete yet replaces none."""
+        if self._should_purge():
+            self._manager().prune(sys.maxsize)
 
     def _manager(self, folder: str = "") -> megackpt.CheckpointManager:
-        return megackpt.CheckpointManager(folder or self.folder, naming="torchtitan")
+        return megackpt.CheckpointManager(
+            folder or self.folder,
+            naming="torchtitan",
+            keep_last=self.keep_latest_k or None,
+        )

@@ -253,18 +253,23 @@ class CheckpointManager(SaveDecisions):
         except NotACheckpoint:
             return ()
 
-    def latest(self, *, verify: bool = False) -> Step | None:
+    def latest(self, *, verify: bool = False, own: bool = False) -> Step | None:
         """The newest step that is complete and undamaged; collective. Skipped steps are logged.
 
         By default the index, the small files and the sizes of all others are checked; with
-        ``verify``, rank 0 reads everything.
+        ``verify``, rank 0 reads everything. With ``own``, only steps of this manager's naming.
         """
 
         def find(advance: Advance) -> Found:
             read = advance if verify else None
-            return find_latest(self._retention, self._retention.damage, read)
+            return find_latest(self._retention, self._retention.damage, read, own)
 
         return self._on_coordinator(find)[0]
+
+    def prune(self, newest: int) -> None:
+        """Remove older steps, as after a save of ``newest``. On rank 0; failures are logged."""
+        self._retention.start(newest, self._timeout)
+        self._retention.wait(self._timeout, quiet=True)
 
     def restore(
         self,

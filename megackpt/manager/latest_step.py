@@ -69,31 +69,36 @@ def find_latest(
     retention: Retention,
     damage: Callable[[Step], str | None],
     advance: Advance | None = None,
+    own: bool = False,
 ) -> Found:
     """The newest good step.
 
     Args:
         damage: returns the damage that an earlier check has found; such a step is skipped.
         advance: check all data, instead of sizes, and report the bytes.
+        own: consider only names that the manager gives.
     """
     for _ in range(ATTEMPTS - 1):
         try:
-            found, skipped = _search(retention, damage, advance)
+            found, skipped = _search(retention, damage, advance, own)
         except CheckpointReplaced:
             continue
         # A step that was complete a moment ago may have been removed because of a newer one.
         if found or all(step.complete is False for step in skipped):
             return found, skipped
-    return _search(retention, damage, advance)
+    return _search(retention, damage, advance, own)
 
 
 def _search(
     retention: Retention,
     damage: Callable[[Step], str | None],
     advance: Advance | None,
+    own: bool,
 ) -> Found:
     skipped: list[Step] = []
     for step in newest_first(retention):
+        if own and not retention.is_own_name(step.name):
+            continue
         if step.complete is False and step.style == "plain" != retention.naming.style:
             # A directory whose name is a number, for another purpose.
             continue
