@@ -127,3 +127,13 @@ def test_declarations_of_the_same_structure_are_reused():
         assert changed.row(1) == first.row(1)
     assert declare(shards(), rank=1).rank.tolist() == [1] * 4
     assert declare(shards(), rank=0, common=True).tensors[-1].is_common
+
+
+@pytest.mark.parametrize("left", [80, 0])
+def test_a_view_of_a_storage_that_was_cut_is_refused(tmp_path, left):
+    whole = torch.arange(64.0)
+    view = whole[16:48]
+    whole.untyped_storage().resize_(left)
+    state = {"w": ShardedTensor.from_rank_offsets("w", view)}
+    with pytest.raises(megackpt.CheckpointingException, match="out of bounds"):
+        megackpt.save(state, tmp_path / "c")

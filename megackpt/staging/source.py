@@ -129,9 +129,14 @@ def memory_of(tensor: torch.Tensor, size: int) -> memoryview | None:
     """The tensor's bytes, if they are so many, and memory on the host holds them in C order."""
     if tensor.nbytes != size or not is_plain_memory(tensor):
         return None
-    start = tensor.data_ptr()
-    # 0: no elements, or none of its own. Beyond the last: an address with a tag.
-    if not 0 < start <= sys.maxsize - size:
+    storage = tensor.untyped_storage()
+    try:
+        begin, start = storage.data_ptr(), tensor.data_ptr()
+    except RuntimeError:  # a wrapper has no memory of its own
+        return None
+    # A storage that was freed or cut has less than the tensor. Beyond sys.maxsize: a tag.
+    within = begin <= start and start + size <= begin + storage.nbytes()
+    if not begin or not within or start > sys.maxsize - size:
         return None
     return MEMORY[start : start + size]
 
