@@ -271,6 +271,9 @@ class LocalBatch(Batch):
 
     def _sync_files(self) -> None:
         try:
+            # First: the fsync of one file may wait for the bytes of all.
+            for file in self._waiting:
+                _write_parts(self._moved, file)
             _each(partial(_sync_file, self._moved), self._waiting)
         finally:
             self.abort()
@@ -300,17 +303,25 @@ class _BatchWriter(LocalWriter):
 def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
     """Make a file durable. Call ``moved`` whenever a part has reached the disk."""
     fd, path = file
+    _write_parts(moved, file)
     try:
-        # The last part, and the table of the file's blocks, are left to fsync.
+        os.fsync(fd)
+    except OSError as error:
+        raise failure("make durable", path, error) from error
+    moved()
+
+
+def _write_parts(moved: Callable[[], object], file: tuple[int, str]) -> None:
+    """Wait until a file's bytes are on the disk, but for the last part. fsync does the rest."""
+    fd, path = file
+    try:
         starts = range(0, os.fstat(fd).st_size - _SYNCED_AT_ONCE, _SYNCED_AT_ONCE)
         for wait in (False, True):
             for start in starts:
                 kernel.write_back(fd, start, _SYNCED_AT_ONCE, wait)
                 moved()
-        os.fsync(fd)
     except OSError as error:
         raise failure("make durable", path, error) from error
-    moved()
 
 
 def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
