@@ -247,10 +247,15 @@ class Transaction:
         # No reader sees these files before the publication, so they are synced together.
         new = {**small, INDEX: index}
         written = list(finished.written)
-        for name, size in zip(written, self.storage.sizes(written), strict=True):
-            # A resumed save has removed them.
-            if size == len(small[name]):
+        sizes = self.storage.sizes(written)
+        there = [n for n, size in zip(written, sizes, strict=True) if size is not None]
+        most = [size for size in sizes if size is not None]
+        found = self.storage.contents(there, most)
+        for name, content in zip(there, found, strict=True):
+            if content == small[name]:
                 del new[name]
+            else:  # a rank had other options: those of the coordinator count
+                self.storage.delete(name)
         self.storage.put_new(new)
         for name in self._scratch:
             self.storage.delete(name)
