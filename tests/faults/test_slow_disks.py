@@ -572,15 +572,17 @@ def test_a_throttled_disk(tmp_path: Path, name: str, persistent: bool) -> None:
     with mounted(tmp_path) as live:
         device = os.stat(live).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
+        queue = AsyncCallsQueue(persistent=persistent)
+        queue.schedule_async_request(begun(tmp_path / "first", 0.0))
+        queue.maybe_finalize_async_calls(blocking=True)  # a process has started
+        queue._timeout = timedelta(seconds=4)
         os.sync()
         THROTTLE.write_text(f"{number} 3000000")
         try:
-            timeout = timedelta(seconds=4)
-            queue = AsyncCallsQueue(persistent=persistent, timeout=timeout)
             request = begun(live / "c", 1.0, mib=24, sharded_strategy=name)
             began = time.monotonic()
             queue.schedule_async_request(request)
-            assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+            assert queue.maybe_finalize_async_calls(blocking=True) == [1]
             assert time.monotonic() - began > 7
             queue.close()
         finally:
