@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,16 +48,15 @@ class Trainer(transformers.Trainer):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        limit = self.args.save_total_limit
-        keeps_best = limit and self.args.metric_for_best_model is not None
         settings: dict[str, Any] = {
             "naming": "transformers",
             "asynchronous": True,
-            "keep_last": limit,
-            "keep_best": 1 if keeps_best else None,
+            "keep_last": self.args.save_total_limit,
             "best": "highest" if self.args.greater_is_better else "lowest",
         }
         settings |= checkpoint_options or {}
+        if settings["keep_last"] and self.args.metric_for_best_model is not None:
+            settings.setdefault("keep_best", 1)
         self.checkpoints = megackpt.CheckpointManager(self.args.output_dir, **settings)
         self.add_callback(_Polling(self.checkpoints))
         # Where transformers' own code finds and leaves its small files.
@@ -72,14 +72,13 @@ class Trainer(transformers.Trainer):
             latest = self.checkpoints.latest()
             self._step = None if latest is None else latest.step
         else:
-            name = re.search(r"checkpoint-(\d+)/?$", str(resume_from_checkpoint))
-            if not name or Path(resume_from_checkpoint).parent != Path(
-                self.args.output_dir
-            ):
+            folder, name = os.path.split(os.path.abspath(resume_from_checkpoint))
+            number = re.fullmatch(r"checkpoint-(\d+)", name)
+            if number is None or folder != os.path.abspath(self.args.output_dir):
                 raise ValueError(
                     f"{resume_from_checkpoint} is no checkpoint of {self.args.output_dir}"
                 )
-            self._step = int(name[1])
+            self._step = int(number[1])
         if self._step is None:
             return super().train(None, *args, **options)
         with TemporaryDirectory() as folder:
