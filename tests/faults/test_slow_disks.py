@@ -452,29 +452,27 @@ except StorageError as error:
 """
 
 
-@pytest.mark.slow
-def test_the_end_of_the_process_does_not_wait_for_reads(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", READS, tmp_path / "a"],
+def ended(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own, which ends in time."""
+    return subprocess.run(
+        [sys.executable, "-c", script, directory],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
+
+
+@pytest.mark.slow
+def test_the_end_of_the_process_does_not_wait_for_reads(tmp_path: Path) -> None:
+    done = ended(READS, tmp_path / "a")
     assert "has not answered for 0.9 s" in done.stdout
     assert not done.stderr
 
 
 def test_the_end_of_the_process_does_not_wait_for_a_disk(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", EXITS, tmp_path / "a"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = ended(EXITS, tmp_path / "a")
     assert "ends before these saves are finalized" in done.stderr
 
 

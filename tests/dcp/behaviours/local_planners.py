@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,23 +247,27 @@ def planner_data_of_any_class(folder: Path) -> None:
     assert told.text == "hello"
 
 
+def cut(plan: SavePlan, ranges: Sequence[tuple[int, int]]) -> SavePlan:
+    """The plan of a single vector with an item for each of these ranges: start and size."""
+    (item,) = plan.items
+    pieces = []
+    for start, size in ranges:
+        chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([size]))
+        data = dataclasses.replace(item.tensor_data, chunk=chunk)
+        index = dataclasses.replace(item.index, offset=chunk.offsets)
+        pieces.append(
+            dataclasses.replace(
+                item, type=WriteItemType.SHARD, index=index, tensor_data=data
+            )
+        )
+    return dataclasses.replace(plan, items=pieces)
+
+
 @behaviour(commits=False)
 def overlapping_chunks_are_refused(folder: Path) -> None:
     class Overlapping(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
-            plan = super().create_local_plan()
-            (item,) = plan.items
-            pieces = []
-            for start in (0, 4):
-                chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([5]))
-                data = dataclasses.replace(item.tensor_data, chunk=chunk)
-                index = dataclasses.replace(item.index, offset=chunk.offsets)
-                pieces.append(
-                    dataclasses.replace(
-                        item, type=WriteItemType.SHARD, index=index, tensor_data=data
-                    )
-                )
-            self.plan = dataclasses.replace(plan, items=pieces)
+            self.plan = cut(super().create_local_plan(), ((0, 5), (4, 5)))
             return self.plan
 
     with pytest.raises(CheckpointException) as caught:
@@ -276,19 +281,7 @@ def a_tensor_in_several_chunks(folder: Path) -> None:
 
     class Cutting(DefaultSavePlanner):
         def create_local_plan(self) -> SavePlan:
-            plan = super().create_local_plan()
-            (item,) = plan.items
-            pieces = []
-            for start, size in ((0, 4), (4, 5)):
-                chunk = ChunkStorageMetadata(torch.Size([start]), torch.Size([size]))
-                data = dataclasses.replace(item.tensor_data, chunk=chunk)
-                index = dataclasses.replace(item.index, offset=chunk.offsets)
-                pieces.append(
-                    dataclasses.replace(
-                        item, type=WriteItemType.SHARD, index=index, tensor_data=data
-                    )
-                )
-            self.plan = dataclasses.replace(plan, items=pieces)
+            self.plan = cut(super().create_local_plan(), ((0, 4), (4, 5)))
             return self.plan
 
         def resolve_data(self, write_item: WriteItem) -> Any:

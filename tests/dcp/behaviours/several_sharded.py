@@ -185,24 +185,27 @@ def overwriting_on_two_ranks(folder: Path) -> None:
     assert "Checkpoint already exists" in str(caught.value)
 
 
+def failing(base: Any, stage: str, rank: int) -> Any:
+    """A subclass that raises in this method on this rank."""
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == rank:
+            raise ValueError("injected")
+        return getattr(base, stage)(self, *args, **kwargs)
+
+    return type("Faulty", (base,), {stage: fail})
+
+
 @behaviour(
     ranks=2,
     stage=("prepare_local_plan", "write_data", "set_up_storage_writer"),
     rank=(0, 1),
 )
 def a_writer_fails_on_one_rank(folder: Path, stage: str, rank: int) -> None:
-    class Faulty(dcp.FileSystemWriter):  # type: ignore[misc]
-        pass
-
-    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == rank:
-            raise ValueError("injected")
-        return getattr(super(Faulty, self), stage)(*args, **kwargs)
-
-    setattr(Faulty, stage, fail)
+    faulty = failing(dcp.FileSystemWriter, stage, rank)
     state = {"w": sharded("chunks", 1), "n": 3}
     with pytest.raises(CheckpointException) as caught:
-        dcp.save(state, storage_writer=Faulty(folder))
+        dcp.save(state, storage_writer=faulty(folder))
     assert set(caught.value.failures) == {rank}
     assert isinstance(caught.value.failures[rank][0], ValueError)
     dist.barrier()
@@ -212,18 +215,10 @@ def a_writer_fails_on_one_rank(folder: Path, stage: str, rank: int) -> None:
 
 @behaviour(ranks=2, rank=(0, 1), stage=("prepare_local_plan", "read_data"))
 def a_reader_fails_on_one_rank(folder: Path, stage: str, rank: int) -> None:
-    class Faulty(dcp.FileSystemReader):  # type: ignore[misc]
-        pass
-
-    def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == rank:
-            raise ValueError("injected")
-        return getattr(super(Faulty, self), stage)(*args, **kwargs)
-
-    setattr(Faulty, stage, fail)
+    faulty = failing(dcp.FileSystemReader, stage, rank)
     dcp.save({"w": sharded("chunks", 1)}, checkpoint_id=folder)
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"w": sharded("turns", 1)}, storage_reader=Faulty(folder))
+        dcp.load({"w": sharded("turns", 1)}, storage_reader=faulty(folder))
     assert set(caught.value.failures) == {rank}
 
 
