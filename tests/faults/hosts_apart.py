@@ -320,6 +320,7 @@ def run(kind: str, fault: str, store: str, above: Path) -> dict[str, Any]:
         report["attempts"] = (
             max((one[field] or 0 for one in again.values()), default=0) + 1
         )
+        report["why"] = [one["why"] for one in job.told if "why" in one]
         report["crashed"] = [one for one in job.told if "crashed" in one]
         return report
     finally:
