@@ -7,8 +7,8 @@
 
 Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the
 end. Any directory or file of this kind is read, and links to files, as in the Hugging Face cache.
-So are directories of ``shard-00001-model-00001-of-00001.safetensors`` and others, in which each rank
-of torch DCP has saved its pieces of tensors. Their global shapes are noted nowhere.
+So are directories of ``shard-00001-model-00001-of-00001.safetensors`` and others, in which each
+rank of torch DCP has saved its pieces of tensors. Their global shapes are noted nowhere.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def array_document(layout: ArrayLayout) -> dict[str, Any]:
 
 
 def array_file(entry: TensorEntry, layout: ArrayLayout) -> bytes:
-    """The zarr.json of the array of a tensor."""
+    """The zarr.json of the array of a tensor: the fields of its layout, then its own."""
     attributes = {"key": entry.key}
     if entry.meta.dtype in EXOTIC:
         attributes["megackpt"] = _HINT
@@ -111,6 +111,7 @@ def array_file(entry: TensorEntry, layout: ArrayLayout) -> bytes:
 
 @lru_cache(maxsize=1024)
 def _layout_text(layout: ArrayLayout) -> str:
+    """The fields as JSON. Thousands of arrays have one layout, so it is formatted once."""
     return json.dumps(array_document(layout))
 
 
