@@ -87,7 +87,7 @@ compat-core:
 	@$(MAKE) --no-print-directory compat ONLY=oldest PATHS='$(CORE)'
 
 campaign: peers azurite system
-	@$(BIN)/python -m pytest -m campaign -o faulthandler_timeout=9000
+	@$(PYTEST) -m campaign -o faulthandler_timeout=9000
 
 # SHARE: how much of each campaign is run. The sample is seeded.
 SHARE := 0.1

@@ -21,6 +21,7 @@ from hypothesis import settings
 
 from tests import azurite
 from tests.buckets import bucket, line, s3_server  # noqa: F401  the fixtures
+from tests.faults.share import SHARE
 from tests.torch_names import without_gloo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,8 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 left_out: Counter[str] = Counter()
+# Rows of the tables that are shown at the end, by the table's head.
+figures: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
 
 settings.register_profile("untimed", deadline=None)  # time never decides
 settings.load_profile("untimed")
@@ -71,16 +74,18 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Each of xdist's workers has left out the same."""
+    """Each of xdist's workers has left out the same, and has rows of its own."""
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["left_out"] = dict(left_out)
+        output["figures"] = list(figures.items())
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    left_out.update(
-        Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - left_out
-    )
+    output = getattr(node, "workeroutput", {})
+    left_out.update(Counter(output.get("left_out", {})) - left_out)
+    for head, rows in output.get("figures", []):
+        figures.setdefault(tuple(head), []).extend(rows)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,6 +102,13 @@ def pytest_runtest_makereport() -> Generator[
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if figures:
+        kind = "" if SHARE == 1 else f", a sample of {SHARE:.0%} of the campaign"
+        terminalreporter.section(f"figures of the faults{kind}")
+    for head, rows in figures.items():
+        for cells in (head, ["---"] * len(head), *rows):
+            terminalreporter.line(f"| {' | '.join(cells)} |")
+        terminalreporter.line("")
     if left_out:
         terminalreporter.section("left out")
         for name, count in sorted(left_out.items()):
@@ -104,6 +116,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.line(
                 f"{count:5} marked {name}: {how} runs them, and installs what they need"
             )
+
+
+@pytest.fixture(scope="session")
+def note() -> Callable[..., None]:
+    """``note(head, *cells)`` keeps a row of the table with this head, to be shown at the end of the run."""
+
+    def keep(head: tuple[str, ...], *cells: object) -> None:
+        figures.setdefault(head, []).append(tuple(map(str, cells)))
+
+    return keep
 
 
 class Parent:

@@ -17,20 +17,6 @@ from typing import Any
 
 import pytest
 
-from tests.faults.share import SHARE
-
-figures: dict[tuple[str, ...], list[tuple[object, ...]]] = {}
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if figures:
-        kind = "" if SHARE == 1 else f", a sample of {SHARE:.0%} of the campaign"
-        terminalreporter.section(f"figures of the faults{kind}")
-    for head, rows in figures.items():
-        for cells in (head, ["---"] * len(head), *rows):
-            terminalreporter.line(f"| {' | '.join(map(str, cells))} |")
-        terminalreporter.line("")
-
 
 def _sibling(name: str) -> ModuleType:
     if name not in sys.modules:
@@ -54,16 +40,6 @@ def states() -> ModuleType:
 def nursery() -> ModuleType:
     """Orders and their outcomes; see nursery.py."""
     return _sibling("nursery")
-
-
-@pytest.fixture(scope="session")
-def note() -> Callable[..., None]:
-    """``note(head, *cells)`` keeps a row of the table with this head, to be shown at the end of the run."""
-
-    def keep(head: tuple[str, ...], *cells: object) -> None:
-        figures.setdefault(head, []).append(cells)
-
-    return keep
 
 
 @pytest.fixture(scope="session")
