@@ -7,7 +7,7 @@ import torch
 
 import megackpt
 from megackpt.checkpoint import open_checkpoint, verify, verifying
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint, ShardingError
 from megackpt.state import ShardedTensor, declare
 from megackpt.storage.files import LocalReader
 
@@ -130,10 +130,36 @@ def test_declarations_of_the_same_structure_are_reused():
 
 
 @pytest.mark.parametrize("left", [80, 0])
-def test_a_view_of_a_storage_that_was_cut_is_refused(tmp_path, left):
+@pytest.mark.parametrize("cut", [slice(16, 48), slice(16, 48, 3)])
+def test_a_view_of_a_storage_that_was_cut_is_refused(tmp_path, left, cut):
     whole = torch.arange(64.0)
-    view = whole[16:48]
+    state = {"w": ShardedTensor.from_rank_offsets("w", whole[cut])}
+    megackpt.save(state, tmp_path / "a")
     whole.untyped_storage().resize_(left)
-    state = {"w": ShardedTensor.from_rank_offsets("w", view)}
-    with pytest.raises(megackpt.CheckpointingException, match="out of bounds"):
-        megackpt.save(state, tmp_path / "c")
+    with pytest.raises(ShardingError, match="'w': the tensor's storage has fewer"):
+        megackpt.save(state, tmp_path / "b")
+    with pytest.raises(ShardingError, match="'w': the tensor's storage has fewer"):
+        megackpt.load(state, tmp_path / "a")
+
+
+def test_views_within_their_storage_are_saved(tmp_path):
+    whole = torch.arange(64.0)
+    views = {
+        "last": whole[16:],
+        "strided": whole[3::4],
+        "expanded": whole[63:].expand(100),
+        "columns": whole.view(8, 8).T[7:],
+        "empty": whole[:0],
+    }
+    state = {
+        name: ShardedTensor.from_rank_offsets(name, view)
+        for name, view in views.items()
+    }
+    megackpt.save(state, tmp_path / "a")
+    blank = {
+        name: ShardedTensor.from_rank_offsets(name, torch.zeros(view.shape))
+        for name, view in views.items()
+    }
+    loaded = megackpt.load(blank, tmp_path / "a")
+    for name, view in views.items():
+        assert torch.equal(loaded[name], view)

@@ -138,6 +138,7 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
             data.shape,
             data.layout,
             data.is_meta,
+            _is_cut(data),
             getattr(data, "global_shape", None),
         )
     return (
@@ -168,6 +169,11 @@ def _row(shard: Shard, saving: bool) -> _Row:
                 "data on the meta device has no values to save; materialise it first, e.g. "
                 "module.to_empty(device=...) and an initialisation"
             )
+        elif shard.data is not None and _is_cut(shard.data):
+            problem = (
+                "the tensor's storage has fewer bytes than the tensor: it was freed or cut "
+                "(untyped_storage().resize_); gather or allocate the tensor first"
+            )
     else:
         nbytes = NOMINAL_OBJECT
         data = shard.data
@@ -182,6 +188,20 @@ def _row(shard: Shard, saving: bool) -> _Row:
         raise ShardingError(f"{shard.key!r}: {problem}\n  declared: {shard!r}")
     replica = _replica(shard.replica_id)
     return _Row(whole, dtype, offset, shape, replica, flexible, nbytes)
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    """Whether the tensor spans bytes beyond its storage, as after the storage was freed."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False  # it may have no storage of its own
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    end = tensor.storage_offset() + tensor.numel()
+    if not tensor.is_contiguous():
+        end = tensor.storage_offset() + 1
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+            end += (size - 1) * step
+    return end * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _ints(values: Sequence[int]) -> Shape:
