@@ -54,6 +54,7 @@ from megackpt.checkpoint.sibling_directories import SiblingDirectories, version
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
+    CorruptCheckpoint,
     NotACheckpoint,
     SaveInProgress,
     StorageError,
@@ -353,7 +354,6 @@ class DirectoryTarget(SiblingDirectories):
 
     def remove(self, marker: Marker) -> None:
         """Replace the checkpoint by an empty directory, then remove that, too."""
-        save_id = marker.save_id
         with self._turn(), self._others_meanwhile():
             refuse_working(self.location, self.recover(abandoned=True))
             folder = self._folder(self.name)
@@ -366,18 +366,21 @@ class DirectoryTarget(SiblingDirectories):
                     f"{self.location} was not written by megackpt, and is left alone"
                 )
             self.check_replaceable()
-            self._own_files(folder)
+            if not self._own_files(folder):
+                raise CorruptCheckpoint(
+                    f"{self.location} is damaged; its files are unknown: remove it by hand"
+                )
             base = version(folder)
-            self.outer.make_folder(staging_name(self.name, save_id), 0o700)
+            self.outer.make_folder(staging_name(self.name, marker.save_id), 0o700)
             self._put_marker(marker, base)
             try:
-                self._take_from_others(save_id)
+                self._take_from_others(marker.save_id)
                 self._require(base)
                 # First: without a checkpoint in the target, recovery would take one of them for it.
-                self._remove_taken(save_id)
-                self._swap_in(save_id, base)
+                self._remove_taken(marker.save_id)
+                self._swap_in(marker.save_id, base)
             except BaseException:
-                self._discard(save_id)
+                self._discard(marker.save_id)
                 raise
         self.settle(marker)
 

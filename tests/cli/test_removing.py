@@ -79,3 +79,14 @@ def test_rm(run: Path, asked: Callable[..., Any], plain: Callable[..., str]) -> 
     assert [path.name for path in one.iterdir()] == ["notes.txt"]
     assert not two.exists()
     plain("rm", two, status=3)
+
+
+def test_rm_of_a_checkpoint_whose_files_are_all_cut(
+    run: Path, plain: Callable[..., str]
+) -> None:
+    one = run / "iter_0000001"
+    files = [path for path in one.iterdir() if path.is_file()]
+    for path in files:
+        path.write_bytes(b"{")
+    plain("rm", one, status=4)
+    assert all(path.read_bytes() == b"{" for path in files)
