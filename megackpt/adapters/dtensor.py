@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import accumulate, product
 from operator import mul
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -43,14 +43,14 @@ Cut = tuple[int, int]
 """Dimension of the mesh, and factor of its strided shard (1: a plain shard)."""
 
 DECLARED = (ShardedBase, LocalNonpersistentObject)
-REPLICATED = ("nothing", "tensors", "all")
+Replicated = Literal["nothing", "tensors", "all"]
 
 
 def sharded(
     state_dict: dict[Any, Any],
     prefix: str = "",
     *,
-    replicated: str = "tensors",
+    replicated: Replicated = "tensors",
     among: DeviceMesh | Iterable[int] | None = None,
 ) -> ShardedStateDict:
     """Declare the tensors of any state dict for ``save`` and ``load``.
@@ -107,8 +107,10 @@ def sharded(
         raise ShardingError(
             f"a state dict is expected, not a {type(state_dict).__name__}"
         )
-    if replicated not in REPLICATED:
-        raise ShardingError(f"replicated is one of {REPLICATED}, not {replicated!r}")
+    if replicated not in get_args(Replicated):
+        raise ShardingError(
+            f"replicated is one of {get_args(Replicated)}, not {replicated!r}"
+        )
     rank, holders = _holders(among)
     if rank in holders:
         replica = holders.index(rank)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from megackpt import events
 from megackpt.async_save.request import AsyncRequest, Pending
 from megackpt.async_save.task import Task, ThreadWorker, Worker
-from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, Busy, attempt
+from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, Busy, GroupLike, attempt
 from megackpt.errors import CheckpointingException, RankLost, StorageError
 
 logger = logging.getLogger("megackpt.async_calls")
@@ -140,9 +140,9 @@ class AsyncCallsQueue:
         self,
         persistent: bool = False,
         *,
-        process_group: Any = None,
+        process_group: GroupLike = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        on_error: str = "raise",
+        on_error: Literal["raise", "warn"] = "raise",
         max_failures: int = 3,
     ) -> None:
         self.failures = FailurePolicy(on_error, max_failures)

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+GroupLike: TypeAlias = "dist.ProcessGroup | Group | None"
+"""None: the default process group, or this process alone."""
+
 DEFAULT_TIMEOUT = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS)
 BUSY = (
     "another thread of this process is saving or loading over the same process group: let it "
@@ -66,7 +69,7 @@ _finding = threading.Lock()
 
 
 def group_over(
-    process_group: dist.ProcessGroup | Group | None = None,
+    process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Group:
     """The Group for one save or load: over the process group given, the default one, or this

@@ -1,5 +1,6 @@
 """Loading: ``load_operation`` has the steps of a load, ``metadata`` reads by one process alone."""
 
+from megackpt.loader.comparison import KeyMap as KeyMap
 from megackpt.loader.load_operation import load as load
 from megackpt.loader.metadata import (
     check_is_distributed_checkpoint as check_is_distributed_checkpoint,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from megackpt import events, gc_pause
 from megackpt.async_save import within
@@ -24,6 +24,7 @@ from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
     Group,
+    GroupLike,
     attempt,
     domain_of,
     group_over,
@@ -44,7 +45,7 @@ from megackpt.planning.box import Int64
 from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
-from megackpt.planning.strict import StrictHandling, parse_strict_flag
+from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
 from megackpt.staging.source import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
@@ -65,13 +66,13 @@ def load(
     sharded_strategy: StrategyLike = None,
     common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature
     validate_access_integrity: bool = True,
-    strict: StrictHandling | str | bool = StrictHandling.ASSUME_OK_UNEXPECTED,
+    strict: Strictness = StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     verify: bool = True,
-    dtype_policy: str = "convert",
+    dtype_policy: Literal["convert", "error"] = "convert",
     key_map: KeyMap | None = None,
     trusted: Sequence[type] = (),
-    process_group: Any = None,
+    process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
     """Load the state that ``sharded_state_dict`` asks for, at any parallelism.

@@ -8,6 +8,7 @@ from megackpt.manager.run_directory import (
     NAMINGS,
     TRACKERS,
     Naming,
+    Restored,
     Run,
     Step,
     Tracker,
@@ -15,7 +16,7 @@ from megackpt.manager.run_directory import (
 )
 
 if TYPE_CHECKING:
-    from megackpt.manager.checkpoint_manager import CheckpointManager, Restored
+    from megackpt.manager.checkpoint_manager import CheckpointManager
 
 __all__ = [
     "NAMINGS",
@@ -33,9 +34,9 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in ("CheckpointManager", "Restored"):
+        if name != "CheckpointManager":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Imports torch, which listing steps does without.
-        from megackpt.manager import checkpoint_manager
+        from megackpt.manager.checkpoint_manager import CheckpointManager
 
-        return getattr(checkpoint_manager, name)
+        return CheckpointManager

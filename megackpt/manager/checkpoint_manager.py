@@ -7,17 +7,17 @@ other ranks get the result by broadcast.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from megackpt.async_save import Advance, AsyncCallsQueue, Work, within
 from megackpt.checkpoint import absolute
-from megackpt.distributed import DEFAULT_TIMEOUT, Group, group_over
+from megackpt.distributed import DEFAULT_TIMEOUT, Group, GroupLike, group_over
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -29,7 +29,7 @@ from megackpt.errors import (
     ShardingError,
     UntrustedClass,
 )
-from megackpt.loader import load
+from megackpt.loader import KeyMap, load
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.latest_step import (
@@ -40,9 +40,17 @@ from megackpt.manager.latest_step import (
     is_new_run,
 )
 from megackpt.manager.retention import Retention, find_damage
-from megackpt.manager.run_directory import NAMINGS, TRACKERS, Step, list_run
-from megackpt.manager.stateful import StatefulObjects, split_arguments
-from megackpt.planning.strict import StrictHandling, parse_strict_flag
+from megackpt.manager.run_directory import (
+    TRACKERS,
+    NamingStyle,
+    Restored,
+    Step,
+    list_run,
+    naming_of,
+    step_number,
+)
+from megackpt.manager.stateful import Savable, StatefulObjects
+from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
 from megackpt.storage import root_at
@@ -53,23 +61,6 @@ logger = logging.getLogger("megackpt.manager")
 T = TypeVar("T")
 
 _WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
-_STRICTNESS_FOR_ALL_KEYS = (
-    StrictHandling.RAISE_ALL,
-    StrictHandling.RAISE_UNEXPECTED,
-    StrictHandling.ASSUME_OK_UNEXPECTED,
-)
-
-
-class Restored(NamedTuple):
-    """A loaded step.
-
-    ``state`` is what ``megackpt.load`` returns: with a strictness of RETURN_* a tuple of three.
-    ``skipped`` has the newer steps that are incomplete or damaged, each with its ``reason``.
-    """
-
-    step: int
-    state: Any
-    skipped: tuple[Step, ...]
 
 
 class CheckpointManager(SaveDecisions):
@@ -107,15 +98,15 @@ class CheckpointManager(SaveDecisions):
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
-        best: str = "lowest",
+        best: Literal["lowest", "highest"] = "lowest",
         keep_for: timedelta | None = None,
         save_interval: int | None = None,
         save_every_minutes: float | None = None,
-        asynchronous: bool | str = False,
-        naming: str = "megatron",
-        process_group: Any = None,
+        asynchronous: bool | Literal["thread", "process"] = False,
+        naming: NamingStyle = "megatron",
+        process_group: GroupLike = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
-        on_error: str = "raise",
+        on_error: Literal["raise", "warn"] = "raise",
         max_failures: int = 3,
     ) -> None:
         if asynchronous not in _WORKERS:
@@ -124,11 +115,7 @@ class CheckpointManager(SaveDecisions):
             )
         super().__init__(save_interval, save_every_minutes)
         self.root = absolute(root)
-        known = {style.style: style for style in NAMINGS if style.template}
-        if naming not in known:
-            names = ", ".join(map(repr, known))
-            raise ValueError(f"naming is one of {names}, not {naming!r}")
-        self._naming = known[naming]
+        self._naming = naming_of(naming)
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
         self._retention = Retention(self.root, self._naming, rules)
         self._strategy = strategy
@@ -166,7 +153,12 @@ class CheckpointManager(SaveDecisions):
         *,
         asynchronous: bool | None = None,
         metric: float | None = None,
-        **options: Any,
+        validate_access_integrity: bool = True,
+        preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+        content_metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
+        allow_large_common_state: bool = False,
+        **objects: Savable,
     ) -> None:
         """Save a step; collective.
 
@@ -179,13 +171,13 @@ class CheckpointManager(SaveDecisions):
 
         Args:
             step: 0 or more.
-            sharded_state_dict: as for ``megackpt.save``.
             asynchronous: for this step, instead of the manager's setting; the kind of worker is
                 always the manager's.
             metric: for ``keep_best``; that of rank 0 counts.
-            options: of ``megackpt.save``, which also documents the errors; others are objects.
+            sharded_state_dict, overwrite and others: as for ``megackpt.save``, which also
+                documents the errors.
         """
-        step = _as_step(step)
+        step = step_number(step)
         if metric is not None:
             metric = float(metric)
         if asynchronous is not None and type(asynchronous) is not bool:
@@ -193,7 +185,6 @@ class CheckpointManager(SaveDecisions):
                 f"asynchronous is True, False or None for one step, not {asynchronous!r}: the kind "
                 "of worker is the manager's"
             )
-        options, objects = split_arguments(save, options)
         if sharded_state_dict is None and not objects:
             raise ValueError("nothing to save: give objects by name, or a state dict")
         if asynchronous is None:
@@ -218,7 +209,13 @@ class CheckpointManager(SaveDecisions):
                     async_sharded_save=asynchronous,
                     process_group=self._process_group,
                     timeout=self._timeout,
-                    **options,
+                    validate_access_integrity=validate_access_integrity,
+                    preprocess_common_before_consistancy_check=(
+                        preprocess_common_before_consistancy_check
+                    ),
+                    content_metadata=content_metadata,
+                    overwrite=overwrite,
+                    allow_large_common_state=allow_large_common_state,
                 )
             except CheckpointingException as error:
                 if not self._queue.failures.tolerates(error, path, is_coordinator):
@@ -275,7 +272,14 @@ class CheckpointManager(SaveDecisions):
         self,
         sharded_state_dict: ShardedStateDict | None = None,
         step: int | None = None,
-        **options: Any,
+        *,
+        validate_access_integrity: bool = True,
+        strict: Strictness = StrictHandling.ASSUME_OK_UNEXPECTED,
+        verify: bool = True,
+        dtype_policy: Literal["convert", "error"] = "convert",
+        key_map: KeyMap | None = None,
+        trusted: Sequence[type] = (),
+        **objects: Savable,
     ) -> Restored | None:
         """Load a step, or the newest good one; collective.
 
@@ -288,9 +292,8 @@ class CheckpointManager(SaveDecisions):
         is loaded. After an error the tensors may hold anything.
 
         Args:
-            sharded_state_dict: as for ``megackpt.load``.
             step: None for the newest.
-            options: of ``megackpt.load``; others are objects.
+            sharded_state_dict, strict and others: as for ``megackpt.load``.
 
         Returns:
             None if the run has no complete checkpoint yet.
@@ -303,7 +306,14 @@ class CheckpointManager(SaveDecisions):
             MismatchError: the checkpoint does not fit the state, or after damage the one before
                 does not hold all keys.
         """
-        options, objects = split_arguments(load, options)
+        options = {
+            "validate_access_integrity": validate_access_integrity,
+            "strict": strict,
+            "verify": verify,
+            "dtype_policy": dtype_policy,
+            "key_map": key_map,
+            "trusted": trusted,
+        }
         with StatefulObjects(objects, self._process_group) as stateful:
             found = self._restore(stateful.declare(sharded_state_dict), step, options)
             if found is not None:
@@ -431,8 +441,8 @@ class CheckpointManager(SaveDecisions):
                 text = "%s is damaged, going back to the one before: %s; that one must hold all "
                 logger.warning(text + "keys asked for", latest.name, error)
                 damaged[latest.name] = str(error)
-                strict = _strictness(options)
-                if strict not in _STRICTNESS_FOR_ALL_KEYS:
+                strict = parse_strict_flag(options["strict"])
+                if not StrictHandling.requires_all_keys(strict):
                     options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
                 continue
             self._position = self._last_save, latest.step
@@ -441,7 +451,7 @@ class CheckpointManager(SaveDecisions):
     def _agree_on_step(self, step: int | None) -> int | None:
         wanted = None
         if step is not None:
-            wanted = _as_step(step)
+            wanted = step_number(step)
         with self._group() as group:
             if not group.all_agree(-1 if wanted is None else wanted):
                 raise ShardingError(
@@ -481,19 +491,10 @@ class CheckpointManager(SaveDecisions):
         # A step that rank 0 sees, but this rank does not, is not damaged.
         if not is_damaged and not self._on_coordinator(lambda _: find_damage(path)):
             raise error
-        if StrictHandling.requires_returning_mismatch_keys(_strictness(options)):
+        if StrictHandling.requires_returning_mismatch_keys(
+            parse_strict_flag(options["strict"])
+        ):
             error.add_note(
                 "with strict=RETURN_* no older step is loaded: ask for one by step="
             )
             raise error
-
-
-def _as_step(step: int) -> int:
-    number = int(operator.index(step))
-    if number < 0:
-        raise ValueError(f"a step is 0 or more, not {number}")
-    return number
-
-
-def _strictness(options: dict[str, Any]) -> StrictHandling:
-    return parse_strict_flag(options.get("strict", StrictHandling.ASSUME_OK_UNEXPECTED))

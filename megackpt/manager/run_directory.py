@@ -6,6 +6,7 @@ are examined; the data is not read.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 import stat
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megackpt import strategies
 from megackpt.checkpoint import (
@@ -46,6 +47,8 @@ class Naming(NamedTuple):
         return self.template.format(step)
 
 
+NamingStyle = Literal["megatron", "deepspeed", "torchtitan", "transformers", "plain"]
+"""The styles in which a manager names steps."""
 NAMINGS = (
     # Megatron's converters write "release", from which a run starts: it counts as step 0.
     Naming("megatron", re.compile(r"iter_(\d+)|release"), "iter_{:07d}"),
@@ -98,6 +101,18 @@ class Step:
     files: int = 0
     saved: float = 0.0
     """When its newest file was written, in seconds since 1970."""
+
+
+class Restored(NamedTuple):
+    """A loaded step.
+
+    ``state`` is what ``megackpt.load`` returns: with a strictness of RETURN_* a tuple of three.
+    ``skipped`` has the newer steps that are incomplete or damaged, each with its ``reason``.
+    """
+
+    step: int
+    state: Any
+    skipped: tuple[Step, ...]
 
 
 @dataclass(frozen=True)
@@ -238,6 +253,24 @@ class RunDirectory:
                 if step.complete:
                     found.append(_with_sizes(step, storage))
         return found
+
+
+def naming_of(style: str) -> Naming:
+    """The naming of a manager. Raises ValueError for a style that it does not write."""
+    known = {naming.style: naming for naming in NAMINGS if naming.template}
+    if style not in known:
+        raise ValueError(
+            f"naming is one of {', '.join(map(repr, known))}, not {style!r}"
+        )
+    return known[style]
+
+
+def step_number(step: int) -> int:
+    """The step as an int. Raises ValueError if it is negative."""
+    number = int(operator.index(step))
+    if number < 0:
+        raise ValueError(f"a step is 0 or more, not {number}")
+    return number
 
 
 def parse_name(name: str) -> tuple[str, int | None]:

@@ -1,11 +1,10 @@
-"""What ``save`` and ``restore`` of a manager take by name: options, and objects with a state."""
+"""What ``save`` and ``restore`` of a manager take by name: objects with a state."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -15,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from megackpt.adapters.dtensor import sharded
+from megackpt.distributed import GroupLike
 from megackpt.errors import MismatchError
 from megackpt.state import ShardedStateDict
 
@@ -30,9 +29,21 @@ _MANAGER_OPTIONS = {
     "process_group",
     "timeout",
 }
-"""Options of ``save`` and ``load`` that are the same for all steps of a manager."""
+"""Options of ``megackpt.save`` and ``load`` that are the same for all steps of a manager."""
 # The load itself has checked the keys. A module may have none, such as a loss.
 _NOT_STRICT = StateDictOptions(strict=False)
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """torch's Stateful protocol, whatever the methods return."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
+
+
+Savable: TypeAlias = HasState | dict[Any, Any]
 
 
 class StatefulObjects:
@@ -47,9 +58,16 @@ class StatefulObjects:
         process_group: of the ranks that save, as for the manager.
     """
 
-    def __init__(self, objects: Mapping[str, Any], process_group: Any = None) -> None:
+    def __init__(
+        self, objects: Mapping[str, Savable], process_group: GroupLike = None
+    ) -> None:
+        if names := sorted(_MANAGER_OPTIONS & objects.keys()):
+            raise ValueError(
+                f"{', '.join(names)} cannot be given for one step: the manager's own is used for "
+                "all"
+            )
         for name, value in objects.items():
-            if not isinstance(value, (Stateful, dict)):
+            if not isinstance(value, (HasState, dict)):
                 raise TypeError(
                     f"{name}={value!r} is neither an option nor an object with state_dict() and "
                     "load_state_dict(), nor a dict; extra={...} takes other values"
@@ -154,20 +172,3 @@ def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-
-
-def split_arguments(
-    function: Callable[..., Any], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keyword arguments into options of ``function`` and objects with a state.
-
-    Raises ValueError for options that are the same for all steps.
-    """
-    if names := sorted(_MANAGER_OPTIONS & given.keys()):
-        raise ValueError(
-            f"{', '.join(names)} cannot be given for one step: the manager's own is used for all"
-        )
-    known = inspect.signature(function).parameters
-    options = {name: value for name, value in given.items() if name in known}
-    objects = {name: value for name, value in given.items() if name not in known}
-    return options, objects

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 from megackpt import checkpoint, loader, saver
 from megackpt.async_save import AsyncRequest
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
+from megackpt.distributed import GroupLike
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
 from megackpt.megatron.strategy_classes import (
     TorchCommonSaveStrategy,
@@ -18,7 +20,7 @@ from megackpt.megatron.strategy_classes import (
     checked,
     get_default_strategy,
 )
-from megackpt.planning.strict import StrictHandling
+from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.state import ShardedStateDict
 from megackpt.strategies import (
     CheckpointingConfig,
@@ -32,6 +34,24 @@ COMMON_STATE_FNAME = COMMON_FILE
 load_common = loader.load_common_state_dict
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SaveOptions(TypedDict, total=False):
+    """The arguments of ``megackpt.save`` that Megatron does not have."""
+
+    overwrite: bool
+    allow_large_common_state: bool
+    timeout: timedelta
+
+
+class LoadOptions(TypedDict, total=False):
+    """The arguments of ``megackpt.load`` that Megatron does not have."""
+
+    verify: bool
+    dtype_policy: Literal["convert", "error"]
+    key_map: loader.KeyMap | None
+    trusted: Sequence[type]
+    timeout: timedelta
 
 
 def _in_either_order(function: F) -> F:
@@ -56,10 +76,10 @@ def load(
     sharded_strategy: StrategyLike = None,
     common_strategy: Any = None,
     validate_access_integrity: bool = True,
-    strict: StrictHandling | str | bool = StrictHandling.ASSUME_OK_UNEXPECTED,
+    strict: Strictness = StrictHandling.ASSUME_OK_UNEXPECTED,
     verify_integrity: bool = False,  # digests are compared anyway, unless verify=False says no
-    process_group: Any = None,
-    **further: Any,
+    process_group: GroupLike = None,
+    **further: Unpack[LoadOptions],
 ) -> Any:
     """Call ``megackpt.load``. ``further`` are its other arguments."""
     return loader.load(
@@ -86,8 +106,8 @@ def save(
     content_metadata: Mapping[str, Any] | None = None,
     async_strategy: str = "nvrx",  # an AsyncCallsQueue chooses who writes
     verify_integrity: bool = False,  # digests are always kept
-    process_group: Any = None,
-    **further: Any,
+    process_group: GroupLike = None,
+    **further: Unpack[SaveOptions],
 ) -> AsyncRequest | None:
     """Call ``megackpt.save``. ``further`` are its other arguments."""
     return saver.save(

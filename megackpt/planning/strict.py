@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,18 @@ from megackpt.planning.mismatch_hints import StoredNames, shape_hint
 
 _NAMED = 50  # keys named in a message
 _ADVISED = 10  # names of a message for which a similar stored name is searched
+
+
+StrictName = Literal[
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "return_unexpected",
+    "return_all",
+    "ignore_all",
+]
 
 
 class StrictHandling(Enum):
@@ -68,12 +80,21 @@ class StrictHandling(Enum):
         return val.value.startswith("return")
 
     @staticmethod
+    def requires_all_keys(val: StrictHandling) -> bool:
+        """Does a load raise unless all keys asked for are stored?"""
+        assumed = StrictHandling.ASSUME_OK_UNEXPECTED, StrictHandling.RAISE_UNEXPECTED
+        return val in (*assumed, StrictHandling.RAISE_ALL)
+
+    @staticmethod
     def requires_raising(val: StrictHandling) -> bool:
         return val.value.startswith("raise")
 
     @staticmethod
     def requires_logging(val: StrictHandling) -> bool:
         return val.value.startswith("log")
+
+
+Strictness = StrictHandling | StrictName | bool
 
 
 def parse_strict_flag(strict: str | bool | Enum) -> StrictHandling:

@@ -25,6 +25,7 @@ from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
     Group,
+    GroupLike,
     attempt,
     group_over,
 )
@@ -65,7 +66,7 @@ def save(
     *,
     overwrite: bool = True,
     allow_large_common_state: bool = False,
-    process_group: Any = None,
+    process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> AsyncRequest | None:
     """Save the sharded state of all ranks as one checkpoint; collective over ``process_group``.
