@@ -129,6 +129,10 @@ class Properties:
     """One process writes everything: ``convert`` does, ``save`` refuses the format."""
     follows_links: bool = False
     """Data files may be links to files outside of the directory."""
+    indexed: bool = True
+    """A save writes our index. False: nothing of ours stays in the directory, so there are no
+    digests. Such a save replaces no checkpoint, and is not replaced. Object stores always have
+    the index."""
 
 
 @dataclass(frozen=True)

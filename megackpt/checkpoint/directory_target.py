@@ -132,8 +132,8 @@ class DirectoryTarget(SiblingDirectories):
             if folder is not None and is_replaceable(folder):
                 if not overwrite:
                     raise CheckpointExists(
-                        f"{self.location} holds a complete checkpoint: pass "
-                        f"overwrite=True to replace it, or save elsewhere"
+                        f"{self.location} holds a complete checkpoint: save elsewhere, or pass "
+                        f"overwrite=True to replace it (a save without index replaces nothing)"
                     )
                 self._own_files(folder)  # raises if they cannot be determined
             # A new target gets the usual mode. One that replaces a directory gets its mode later.

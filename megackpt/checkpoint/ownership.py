@@ -175,7 +175,8 @@ def refuse_collisions(
         raise StorageError(
             f"cannot save to {location}: {join_truncated(met, 10, ', ')} would collide with "
             f"this save, and {'does' if len(met) == 1 else 'do'} not belong to a checkpoint that "
-            "a save replaces (Hugging Face's files never do): rename or move away your files, "
+            "a save replaces (Hugging Face's files without our index never do): rename or move "
+            "away your files, "
             "remove those that a failed save of another program left, or save elsewhere. "
             "Nothing was changed"
         )

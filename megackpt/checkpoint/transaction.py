@@ -195,7 +195,7 @@ class Transaction:
         )
         try:
             finished = self._fill(backend, manifest, reread)
-            record = self._complete(finished)
+            record = self._complete(finished, properties.indexed)
         except (CheckpointingException, FileNotFoundError) as error:
             if self.target.holds(self.save_id):
                 raise
@@ -238,14 +238,16 @@ class Transaction:
             )
         return result
 
-    def _complete(self, finished: Finished) -> Record:
+    def _complete(self, finished: Finished, indexed: bool) -> Record:
         """Write the small files and the index. Returns the record of this save."""
         small, manifest = finished.files, finished.manifest
         self.announce(small)
         digests = {name: (len(data), digest(data)) for name, data in small.items()}
         index = sealed_index(manifest, digests)
         # No reader sees these files before the publication, so they are synced together.
-        new = {**small, INDEX: index}
+        new = {**small}
+        if indexed or isinstance(self.target, ObjectTarget):
+            new[INDEX] = index
         written = list(finished.written)
         sizes = self.storage.sizes(written)
         there = [n for n, size in zip(written, sizes, strict=True) if size is not None]

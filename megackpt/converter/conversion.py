@@ -177,6 +177,7 @@ class Conversion:
             save_id = uuid.uuid4().hex
         if resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
+        overwrite = overwrite and self.backend.properties.indexed
         place = begin(target, save_id=save_id, overwrite=overwrite, resume=resume)
         done: dict[int, TaskResult] = {}
         try:

@@ -43,12 +43,14 @@ def export_huggingface(
     config: Mapping[str, Any] | str | Path,
     *,
     max_shard_size: str | int = "5GB",
+    index: bool = False,
     **options: Any,
 ) -> Converted:
     """Write a training checkpoint as ``model.safetensors`` (or several files) and its config.
 
     Weights and files are committed together, atomically. A file of the target that has the name of
     a copied one and other bytes is not replaced: the export is refused. Move that file away first.
+    So are the weights of an export without ``index``.
 
     Args:
         source: a checkpoint of any format.
@@ -58,6 +60,8 @@ def export_huggingface(
             directory everything is copied but weights and the state of a training, and the
             ``dtype`` of its config becomes the exported one.
         max_shard_size: the most bytes of a file of weights ("5GB", "500MiB", or a number).
+        index: write ``megackpt.index``, too. With it ``verify`` checks the contents, and
+            ``overwrite=True`` replaces the export.
         options: those of ``convert``, such as ``cast="bf16"`` or ``overwrite=True``; ``select``,
             ``exclude`` and ``rename`` work on their names.
 
@@ -67,7 +71,7 @@ def export_huggingface(
         StorageError: a file in the way, or the directory of ``config`` cannot be read.
         Exception: as ``convert``.
     """
-    to = Safetensors(max_shard_bytes=parse_size(max_shard_size))
+    to = Safetensors(max_shard_bytes=parse_size(max_shard_size), index=index)
     files, settings = _read_config(config)
 
     def files_for(manifest: Manifest) -> dict[str, bytes]:

@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megackpt.dcp.huggingface_writer import (
+        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
+    )
     from megackpt.dcp.installation import install as install, uninstall as uninstall
     from megackpt.dcp.planner import (
         Delegate as Delegate,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "huggingface_writer": ("HuggingFaceStorageWriter",),
     "installation": ("install", "uninstall"),
     "planner": ("Delegate", "LoadPlanner", "SavePlanner"),
     "state_dict_saver": (

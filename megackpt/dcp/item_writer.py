@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import TensorEntry, TensorMeta
+from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
 from megackpt.staging.source import TensorSource, byte_view, resolved, synchronize
 from megackpt.state.storable import dtype_name, dtype_problem, place_problem
 from megackpt.storage import Storage, unsafe_names
@@ -56,6 +56,8 @@ class Assignment:
     save_id: str
     rank: int
     files: tuple[str, ...]
+    places: Mapping[str, Location] = field(default_factory=dict)
+    """In files that all ranks write into: the whole tensor of each of this rank's keys."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -252,7 +254,7 @@ class ItemWriter:
                     break
             if isinstance(data, io.BytesIO):
                 stream.write(data.getvalue())
-            elif extensions or not _is_storable(item, data):
+            elif extensions or not is_storable(item, data):
                 host = data.detach().cpu()
                 # torch.save would store all of a larger storage.
                 if is_plain(host) and host.untyped_storage().nbytes() != host.nbytes:
@@ -267,7 +269,7 @@ class ItemWriter:
         else:
             synchronize([data])
             dtype, shape = dtype_name(data.dtype), tuple(data.shape)
-            record = records.tensor(dtype, shape, _blocks(data, dtype))
+            record = records.tensor(dtype, shape, blocks_of(data, dtype))
             head, tail = map(len, frame(dtype, shape))
             info = _StorageInfo(name, record.start - head, head + record.length + tail)
         return WriteResult(item.index, info.length, StoredItem(info, *record, dtype))
@@ -288,7 +290,7 @@ def _size(item: WriteItem) -> int:
     return data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
-def _is_storable(item: WriteItem, data: torch.Tensor) -> bool:
+def is_storable(item: WriteItem, data: torch.Tensor) -> bool:
     """Whether the elements are written as they are. torch pickles other tensors, as in stock."""
     planned = item.tensor_data
     return (
@@ -299,7 +301,7 @@ def _is_storable(item: WriteItem, data: torch.Tensor) -> bool:
     )
 
 
-def _blocks(tensor: torch.Tensor, dtype: str) -> Iterator[memoryview]:
+def blocks_of(tensor: torch.Tensor, dtype: str) -> Iterator[memoryview]:
     """The elements in C order, in blocks of host memory."""
     value = resolved(tensor)
     if value.is_cpu and value.is_contiguous():

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from megackpt import serialization
-from megackpt.backends.base import CONFIG
+from megackpt.backends.base import CONFIG, Backend
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.distcp_writer import (
@@ -70,7 +70,13 @@ from megackpt.errors import (
     CheckpointingException,
     SaveInProgress,
 )
-from megackpt.planning.manifest import ITEMSIZE, OBJECT, TensorEntry, TensorMeta
+from megackpt.planning.manifest import (
+    ITEMSIZE,
+    OBJECT,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+)
 from megackpt.planning.save_plan import refuse_unstorable
 
 Path = str | os.PathLike[str]
@@ -110,9 +116,11 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         cache_staged_state_dict: keep the copies that ``async_save`` stages for the next save.
         overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
         _extensions: torch's stream extensions, for all items. Only DCP's readers read such records.
-        serialization_format: TORCH_SAVE; others are refused (``megackpt.convert`` writes
-            safetensors).
+        serialization_format: TORCH_SAVE; others are refused (``HuggingFaceStorageWriter`` and
+            ``megackpt.convert`` write safetensors).
     """
+
+    _item_writer = ItemWriter
 
     def __init__(
         self,
@@ -134,7 +142,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         if serialization_format != SerializationFormat.TORCH_SAVE:
             raise CheckpointingException(
                 f"this writer keeps torch DCP's own format, not {serialization_format}: save with "
-                "it and megackpt.convert the checkpoint, or megackpt.save it as 'safetensors'"
+                "it and megackpt.convert the checkpoint, or save by HuggingFaceStorageWriter"
             )
         self.path = path
         self.single_file_per_rank = single_file_per_rank
@@ -249,8 +257,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             self._renew()
         _refuse_unstorable(plans)
         directory = absolute(self.path)
-        own = METADATA, CONFIG, COMMON_FILE, INDEX
-        names = name_files(self.file_name, len(plans), self.thread_count, own)
+        names, assignments = self._assign(directory, plans)
         try:
             self._begun = begin(
                 directory, save_id=self.save_id, overwrite=self.overwrite
@@ -259,17 +266,27 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             raise CheckpointExists(f"Checkpoint already exists: {error}") from error
         self._thread = threading.current_thread()
         try:
-            self._begun.announce([*own, *itertools.chain(*names)])
+            self._begun.announce(names)
         except BaseException:
             self._abort()
             raise
         result = []
-        for rank, (plan, files) in enumerate(zip(plans, names, strict=True)):
-            assignment = Assignment(directory, self.save_id, rank, files)
-            if rank == (self.rank or 0):
+        for plan, assignment in zip(plans, assignments, strict=True):
+            if assignment.rank == (self.rank or 0):
                 assignment.receive()  # The coordinator's own plan is not pickled.
             result.append(dataclasses.replace(plan, storage_data=assignment))
         return result
+
+    def _assign(
+        self, directory: str, plans: Sequence[SavePlan]
+    ) -> tuple[Sequence[str], list[Assignment]]:
+        """The names that the save may write, and the part of each rank."""
+        own = METADATA, CONFIG, COMMON_FILE, INDEX
+        names = name_files(self.file_name, len(plans), self.thread_count, own)
+        parts = []
+        for rank, files in enumerate(names):
+            parts.append(Assignment(directory, self.save_id, rank, files))
+        return [*own, *itertools.chain(*names)], parts
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -292,26 +309,32 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
                 f"no save to {os.fspath(self.path)} has been begun by this writer"
             )
         try:
-            with staging_storage(begun.target.location, begun.save_id) as storage:
-                common = None
-                is_listed = LISTED_COMMON in metadata.state_dict_metadata
-                if not is_listed:
-                    # The empty common state that Megatron-Core expects.
-                    with storage.create(COMMON_FILE) as writer:
-                        records = Records(writer)
-                        empty = memoryview(serialization.dump({}))
-                        stored = records.blob(iter([empty]))
-                        records.end()
-                    info = _StorageInfo(COMMON_FILE, stored.start, stored.length)
-                    common = StoredItem(info, *stored)
-                manifest = manifest_of(metadata, results, common)
-                if is_listed:
-                    check_common(storage, results)
-            table = encode_metadata(metadata, results, self.storage_meta())
-            begun.commit(PlannedByDcp(table=table), manifest)
+            begun.commit(*self._contents(begun, metadata, results))
         finally:
             self._abort()  # which does nothing after a commit
             self._spent = True
+
+    def _contents(
+        self, begun: Transaction, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[Backend, Manifest]:
+        """What all ranks have written, and the backend that completes it."""
+        with staging_storage(begun.target.location, begun.save_id) as storage:
+            common = None
+            is_listed = LISTED_COMMON in metadata.state_dict_metadata
+            if not is_listed:
+                # The empty common state that Megatron-Core expects.
+                with storage.create(COMMON_FILE) as writer:
+                    records = Records(writer)
+                    empty = memoryview(serialization.dump({}))
+                    stored = records.blob(iter([empty]))
+                    records.end()
+                info = _StorageInfo(COMMON_FILE, stored.start, stored.length)
+                common = StoredItem(info, *stored)
+            manifest = manifest_of(metadata, results, common)
+            if is_listed:
+                check_common(storage, results)
+        table = encode_metadata(metadata, results, self.storage_meta())
+        return PlannedByDcp(table=table), manifest
 
     # ---- The stages of save_state_dict_async_plan and its kin
 
@@ -353,7 +376,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         of_planner = getattr(planner, "transforms", None)
         if isinstance(of_planner, _StorageWriterTransforms):
             transforms.insert(0, of_planner)
-        return _PreparedWrite(assignment, plan, planner, transforms)
+        return _PreparedWrite(self._item_writer, assignment, plan, planner, transforms)
 
     def _get_prepared(self) -> _PreparedWrite:
         if self._prepared is None:
@@ -371,6 +394,7 @@ FileSystemWriterAsync = FileSystemWriter
 class _PreparedWrite:
     """What one rank writes in one save, and the outcome of the second of three stages."""
 
+    item_writer: type[ItemWriter]
     assignment: Assignment
     plan: SavePlan
     planner: SavePlanner
@@ -380,7 +404,7 @@ class _PreparedWrite:
     def write(self, resolve: Resolve) -> list[WriteResult]:
         assignment = self.assignment
         with staging_storage(assignment.directory, assignment.save_id) as root:
-            writer = ItemWriter(root, assignment, resolve, self.transforms)
+            writer = self.item_writer(root, assignment, resolve, self.transforms)
             return writer.write(self.plan.items)
 
     def preload(self) -> HostItems:

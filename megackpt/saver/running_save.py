@@ -74,6 +74,7 @@ class RunningSave:
         @events.stage("begin")
         def work() -> Transaction:
             request = declared.get()
+            overwrite = request.overwrite and request.backend.properties.indexed
             save_id = uuid.uuid4().hex
             if cached:
                 save_id = cached.save_id
@@ -81,7 +82,7 @@ class RunningSave:
             self.transaction = self.on_storage(
                 "begin",
                 lambda _: begin(
-                    request.directory, save_id=save_id, overwrite=request.overwrite
+                    request.directory, save_id=save_id, overwrite=overwrite
                 ),
             )
             if cached and cached.manifest is not None:

@@ -119,14 +119,16 @@ class SaveRequest:
             stored = dict(content_metadata)
             stored.pop("dp_cp_group", None)  # Megatron's process group
             common[CONTENT_METADATA] = stored
+        backend = resolved.make_writer()
+        # An empty common state is a file of ours, too.
+        has_common = backend.properties.indexed or bool(common)
         declared = declare(
             extracted.shards,
             rank=group.rank,
             domain=domain_of(resolved.dedup_group),
-            common=group.is_coordinator,
+            common=group.is_coordinator and has_common,
             saving=True,
         )
-        backend = resolved.make_writer()
         policy = SavePolicy(balance=resolved.balance)
         named = f"{backend.properties.name} {backend.properties.version}"
         number = None

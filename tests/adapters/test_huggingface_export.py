@@ -22,11 +22,13 @@ from megackpt.adapters.huggingface import (
     as_huggingface,
     llama,
 )
+from megackpt.backends.safetensors import Safetensors
 from megackpt.checkpoint import Transaction
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.converter import convert, export_huggingface
 from megackpt.errors import (
     BackendError,
+    CheckpointExists,
     CheckpointingException,
     MismatchError,
     NotACheckpoint,
@@ -166,7 +168,8 @@ def test_the_files_beside(tmp_path: Path) -> None:
         (beside / name).write_text("{}")
     modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "../training")]
     (beside / "modules.json").write_text(json.dumps(modules))
-    export_huggingface(tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
+    arguments = (tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
+    export_huggingface(*arguments, index=True)
     copied |= {"config.json", "tokenizer.json", "modules.json"} | folders
     assert files_in(tmp_path / "out") == copied | {
         "model.safetensors",
@@ -175,16 +178,15 @@ def test_the_files_beside(tmp_path: Path) -> None:
 
     told = {"dtype": "bfloat16", "hidden_size": 3}
     (beside / "config.json").write_text(json.dumps(told))
-    arguments = (tmp_path / "training", tmp_path / "out", {"a": "a"}, beside)
     for cast, dtype in ((None, "float32"), ("fp16", "float16")):
         before = (tmp_path / "out/config.json").read_bytes()
         with pytest.raises(
             StorageError, match=r"config\.json would collide with this save"
         ):
-            export_huggingface(*arguments, cast=cast, overwrite=True)
+            export_huggingface(*arguments, cast=cast, overwrite=True, index=True)
         assert (tmp_path / "out/config.json").read_bytes() == before
         (tmp_path / "out/config.json").unlink()
-        export_huggingface(*arguments, cast=cast, overwrite=True)
+        export_huggingface(*arguments, cast=cast, overwrite=True, index=True)
         assert json.loads((tmp_path / "out/config.json").read_text()) == told | {
             "dtype": dtype
         }
@@ -239,6 +241,54 @@ def test_an_export_that_fails_touches_no_file_of_others(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text()) == {"who": "the second"}
 
 
+def test_an_export_leaves_nothing_of_ours(tmp_path: Path) -> None:
+    """It replaces no checkpoint, and is not replaced: nothing says that it is ours."""
+    training, out = tmp_path / "training", tmp_path / "out"
+    state = {key: shard(key, torch.ones(4)) for key in ("a", "b")}
+    megackpt.save(state | {"step": 7}, training)
+    table = {"*": "model.*"}
+    for size, weights in (
+        ("1GB", {"model.safetensors"}),
+        (16, {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}),
+    ):
+        export_huggingface(training, out, table, {}, max_shard_size=size)
+        if size == 16:
+            weights |= {"model.safetensors.index.json"}
+        assert files_in(out) == weights | {"config.json"}
+        assert {path.name for path in tmp_path.iterdir()} == {"training", "out"}
+        equal(
+            megackpt.load_plain_tensors(out),
+            {f"model.{key}": torch.ones(4) for key in "ab"},
+        )
+        assert megackpt.verify(out).ok
+        before = files_in(out)
+        for index, most in ((False, "1GB"), (True, size)):
+            with pytest.raises(StorageError, match=r"model.* would collide with this"):
+                export_huggingface(
+                    training,
+                    out,
+                    table,
+                    {},
+                    max_shard_size=most,
+                    overwrite=True,
+                    index=index,
+                )
+        assert files_in(out) == before
+        shutil.rmtree(out)
+    without = Safetensors(index=False)
+    tensors = {key: shard(key, torch.ones(4)) for key in ("a", "b")}
+    megackpt.save(tensors, out, without)
+    assert files_in(out) == {"model.safetensors"}
+    convert(training, tmp_path / "both", "safetensors")
+    for make in (
+        lambda: convert(training, tmp_path / "both", without, overwrite=True),
+        lambda: megackpt.save(tensors, training, without),
+    ):
+        with pytest.raises(CheckpointExists, match="without index replaces nothing"):
+            make()
+    megackpt.save(tensors, tmp_path / "both", "safetensors")
+
+
 def test_what_takes_the_place_of_an_export_is_complete_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,7 +309,12 @@ def test_what_takes_the_place_of_an_export_is_complete_at_once(
 
     def export() -> set[str]:
         export_huggingface(
-            tmp_path / "training", out, {"a": "a"}, tmp_path / "hf", overwrite=True
+            tmp_path / "training",
+            out,
+            {"a": "a"},
+            tmp_path / "hf",
+            overwrite=True,
+            index=True,
         )
         return files_in(out)
 
@@ -361,7 +416,12 @@ def test_another_table_is_another_export(tmp_path: Path) -> None:
     megackpt.save({"a": shard("a", square)}, tmp_path / "training")
     for rule, expected in (("a", square), (Transpose("a"), square.T)):
         export_huggingface(
-            tmp_path / "training", tmp_path / "out", {"a": rule}, {}, overwrite=True
+            tmp_path / "training",
+            tmp_path / "out",
+            {"a": rule},
+            {},
+            overwrite=True,
+            index=True,
         )
         assert torch.equal(load_file(tmp_path / "out/model.safetensors")["a"], expected)
 
@@ -407,7 +467,6 @@ def test_an_export_goes_on_where_it_was_cut_off(
     assert files_in(tmp_path / "out") == {
         "config.json",
         "model.safetensors",
-        "megackpt.index",
     }
 
 

@@ -70,10 +70,13 @@ class Safetensors(Backend):
         shards: how many files of about the same size; or else
         max_shard_bytes: how many bytes of tensors a file may have. A larger tensor has a file of
             its own.
+        index: False leaves out ``megackpt.index``, for a directory that is to be published. Then
+            there are no digests. Such a save replaces no checkpoint, and no save replaces it.
     """
 
     shards: int | None = None
     max_shard_bytes: int = 5_000_000_000
+    index: bool = True
 
     properties: ClassVar[Properties] = Properties(
         "safetensors", 1, frozenset({1}), whole_tensors=True, follows_links=True
@@ -86,20 +89,26 @@ class Safetensors(Backend):
                 raise BackendError(
                     f"{option} is a whole number from 1 on, not {value!r}"
                 )
+        if type(self.index) is not bool:
+            raise BackendError(f"index is True or False, not {self.index!r}")
+        properties = replace(type(self).properties, indexed=self.index)
+        object.__setattr__(self, "properties", properties)  # see Backend.properties
 
     def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002
         """Raises BackendError naming the tensors that the format cannot hold."""
-        files = self._arranged(manifest)
+        files = self.arranged(manifest)
         names = [file.name for file in files]
-        if names != [WHOLE]:
+        if names != [WHOLE] or not self.index:
             # Readers prefer a single file to several with an index, so another's must not stay.
+            # Nor may others' files be published beside ours.
             names += [WHOLE, INDEX]
         for entry in manifest.tensors:
             if entry.meta.is_object:
                 names.append(object_files.folder(entry))
         return Layout(names, _places(files))
 
-    def _arranged(self, manifest: Manifest) -> list[TensorFile]:
+    def arranged(self, manifest: Manifest) -> list[TensorFile]:
+        """The tensors over files. Raises as ``layout``."""
         refuse_unfit(manifest.tensors)
         tensors = [entry for entry in manifest.tensors if not entry.meta.is_object]
         return arranged(tensors, STEM, self.shards, self.max_shard_bytes)
@@ -116,7 +125,7 @@ class Safetensors(Backend):
         return write_result(plan, found)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        files = self._arranged(manifest)
+        files = self.arranged(manifest)
         places = _places(files)
         merged, several = shared_files.merge_pieces(manifest, places)
         manifest, _ = shared_files.compute_digests(root, merged, several)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -115,9 +115,16 @@ def arranged(
     parts = [tensors[a:b] for a, b in pairwise([0, *cuts, len(tensors)])]
     if len(parts) == 1:
         return [_file(f"{stem}.safetensors", parts[0])]
+    return numbered(dict(enumerate(parts, start=1)), stem, len(parts))
+
+
+def numbered(
+    parts: Mapping[int, Sequence[TensorEntry]], stem: str, count: int
+) -> list[TensorFile]:
+    """Files with numbers in their names. ``parts``: a number, from 1 to ``count`` -> tensors."""
     files = []
-    for number, part in enumerate(parts, start=1):
-        name = f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
+    for number, part in parts.items():
+        name = f"{stem}-{number:05}-of-{count:05}.safetensors"
         files.append(_file(name, part))
     return files
 
