@@ -28,12 +28,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
 LAUNCH = ROOT / "tests" / "launch.py"
 
+
+def _has_device() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "strace": (
         lambda: shutil.which("strace") is not None,
         "the strace command is missing",
     ),
     "root": (lambda: os.geteuid() == 0, "needs root"),
+    "cuda": (_has_device, "needs a CUDA device"),
     "browser": (
         lambda: any(map(shutil.which, ("chromium", "google-chrome"))),
         "no browser is installed",
@@ -112,10 +120,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if left_out:
         terminalreporter.section("left out")
         for name, count in sorted(left_out.items()):
-            how = "make campaign or make faults" if name == "campaign" else "make check"
-            terminalreporter.line(
-                f"{count:5} marked {name}: {how} runs them, and installs what they need"
-            )
+            how = "make check runs them, and installs what they need"
+            if name == "campaign":
+                how = "make campaign or make faults runs them, and installs what they need"
+            if name == "cuda":
+                how = "make check runs them where there is a device"
+            terminalreporter.line(f"{count:5} marked {name}: {how}")
 
 
 @pytest.fixture(scope="session")

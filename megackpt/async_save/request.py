@@ -24,6 +24,8 @@ class Pending:
     """The last stage, collective over the group."""
     abandon: Callable[[], None] | None = None
     """Undo the first stage, on this rank alone, after the task has ended."""
+    hold: Callable[[], object] = lambda: None
+    """See ``AsyncRequest.wait_staged``."""
     scheduled: bool = False
     ended: str = ""
     """"done" (on all ranks) or "failed"; empty before that."""
@@ -89,6 +91,15 @@ class AsyncRequest(NamedTuple):
         if isinstance(self.async_fn, Pending):
             return self.async_fn.task
         return None
+
+    def wait_staged(self) -> None:
+        """Have work that is queued after this wait until the save has copied the tensors.
+
+        Work on CUDA devices waits, on the streams that are current now; the caller does not. Call
+        it before ``optimizer.step`` after ``save(..., wait_staged=False)``. It may be repeated.
+        """
+        if isinstance(self.async_fn, Pending):
+            self.async_fn.hold()
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
         """Call ``fn`` after the other finalize functions.

@@ -41,7 +41,8 @@ from megackpt.loader.comparison import overlapping
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, Manifest
-from megackpt.staging.source import overlaps_itself, synchronize
+from megackpt.staging.devices import synchronize
+from megackpt.staging.source import overlaps_itself
 from megackpt.staging.target import LoadTarget
 from megackpt.state import dtype_named
 from megackpt.storage import Storage, allocate, digest_blocks

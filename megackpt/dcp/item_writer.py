@@ -29,7 +29,8 @@ from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
-from megackpt.staging.source import TensorSource, byte_view, resolved, synchronize
+from megackpt.staging.devices import resolved, synchronize
+from megackpt.staging.source import TensorSource, byte_view
 from megackpt.state.storable import dtype_name, dtype_problem, place_problem
 from megackpt.storage import Storage, unsafe_names
 

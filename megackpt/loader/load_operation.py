@@ -46,7 +46,7 @@ from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
-from megackpt.staging.source import synchronize
+from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Storage

@@ -31,8 +31,8 @@ from megackpt.planning.manifest import (
     Manifest,
     ShardId,
 )
+from megackpt.staging.devices import synchronize
 from megackpt.staging.progress import counted_target
-from megackpt.staging.source import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedTensor, dtype_named
 from megackpt.storage import Storage

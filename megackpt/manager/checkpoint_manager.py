@@ -1,7 +1,6 @@
 """The manager of a run's checkpoints: saves, restores, and removes old ones.
 
-All ranks call it alike. Rank 0 looks at the directory, writes the tracker and removes steps; the
-other ranks get the result by broadcast.
+All ranks call it. Rank 0 reads and changes the directory; the others get the result by broadcast.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
-from megackpt.async_save import Advance, AsyncCallsQueue, Work, within
+from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Work, within
 from megackpt.checkpoint import absolute
 from megackpt.distributed import DEFAULT_TIMEOUT, Group, GroupLike, group_over
 from megackpt.errors import (
@@ -158,9 +157,10 @@ class CheckpointManager(SaveDecisions):
         content_metadata: Mapping[str, Any] | None = None,
         overwrite: bool = True,
         allow_large_common_state: bool = False,
+        wait_staged: bool = True,
         **objects: Savable,
-    ) -> None:
-        """Save a step; collective.
+    ) -> AsyncRequest | None:
+        """Save a step; collective. Returns the request of an asynchronous save.
 
         ``save(step, model=model, optimizer=optimizer, extra={"epoch": 3})`` saves objects, by
         names of your choice, in place of a declared state or beside it: modules (plain, DDP,
@@ -216,11 +216,12 @@ class CheckpointManager(SaveDecisions):
                     content_metadata=content_metadata,
                     overwrite=overwrite,
                     allow_large_common_state=allow_large_common_state,
+                    wait_staged=wait_staged,
                 )
             except CheckpointingException as error:
                 if not self._queue.failures.tolerates(error, path, is_coordinator):
                     raise
-                return
+                return None
         if request is None:
             self._queue.failures.succeeded()
             committed()
@@ -229,6 +230,7 @@ class CheckpointManager(SaveDecisions):
             request.add_finalize_fn(partial(self._finalized_steps.append, step))
             self._in_flight.add(step)
             self._queue.schedule_async_request(request)
+        return request
 
     def poll(self) -> list[int]:
         """Commit the asynchronous saves that all ranks have written, and return their steps.
@@ -396,9 +398,7 @@ class CheckpointManager(SaveDecisions):
         try:
             self._on_storage("track", track)
         except (CheckpointingException, OSError) as error:
-            text = (
-                "step %d is complete, but its tracker is not written, or its metric: %s"
-            )
+            text = "step %d is complete, but its tracker is not written (or metric): %s"
             logger.warning(text, step, error)
             # The step that the old tracker names must stay.
             return

@@ -48,6 +48,8 @@ class RunningSave:
         self.stuck = False  # a step of the transaction hangs
         self.transaction: Transaction | None = None
         self.task: Task[WriteResult] | None = None
+        # Has later work on devices wait for the copy of an asynchronous save.
+        self.hold: Callable[[], object] = lambda: None
         self.total = events.start(
             events.TOTAL, events.Operation("save", directory, group.rank, group.size)
         )

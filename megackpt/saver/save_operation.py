@@ -43,7 +43,8 @@ from megackpt.saver.running_save import RankPart, RunningSave
 from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.copy import copy_to_host
-from megackpt.staging.source import TensorSource, synchronize
+from megackpt.staging.devices import synchronize
+from megackpt.staging.source import TensorSource
 from megackpt.state import ShardedStateDict, pickled
 from megackpt.strategies import COMMON_IS_KEPT, StrategyLike
 
@@ -68,6 +69,7 @@ def save(
     allow_large_common_state: bool = False,
     process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    wait_staged: bool = True,
 ) -> AsyncRequest | None:
     """Save the sharded state of all ranks as one checkpoint; collective over ``process_group``.
 
@@ -98,6 +100,8 @@ def save(
         process_group: a torch process group of the ranks that save (None: the default one, or
             this process alone).
         timeout: how long any rank waits for the others, or for its storage, in one step.
+        wait_staged: False = kernels that only read CUDA tensors may run while an asynchronous
+            save copies them. Call ``request.wait_staged()`` before work that changes tensors.
 
     Raises:
         BackendError: the format is unknown, cannot hold this, or only ``convert`` writes it.
@@ -149,6 +153,8 @@ def save(
         if async_sharded_save:
             stage = _copy
         task = operation.task = stage(operation, request, part)
+        if wait_staged:
+            operation.hold()
         backend = request.backend
         if not async_sharded_save:
             task.run()
@@ -160,7 +166,7 @@ def save(
         with operation.running():
             operation.commit(task, backend, part)
 
-    pending = Pending(task, group, finish, operation.give_up)
+    pending = Pending(task, group, finish, operation.give_up, operation.hold)
     finalize(pending, _dropped, task, operation.total, os.getpid()).atexit = False
     return AsyncRequest(pending, (), [pending.conclude])
 
@@ -325,7 +331,7 @@ def _reference(
 def _copy(
     operation: RunningSave, request: SaveRequest, part: RankPart
 ) -> Task[WriteResult]:
-    """The task of writing a copy. When this returns, the tensors may be changed."""
+    """The task of writing a copy. CPU tensors may be changed when this returns."""
 
     @events.stage("stage")
     def copy() -> HostCopy | None:
@@ -337,6 +343,8 @@ def _copy(
 
     copied = attempt(copy)
     made = copied.value
+    if made is not None:
+        operation.hold = made.hold
     if made is not None or copied.error is not None:
         task = _write_task(operation, request, part, lambda: cast(Source, copied.get()))
         if made is not None:

@@ -111,7 +111,8 @@ class HostCopy:
     """The Source of a save plan's rows that were copied into a buffer.
 
     Row i is the ``lengths[i]`` bytes at ``starts[i]``. ``release`` gives the buffer back; calling
-    it is optional and may be repeated. Pickling needs a pickler that replaces the buffer.
+    it is optional and may be repeated. ``hold`` has later work of the devices' current streams wait
+    for the copy. Pickling needs a pickler that replaces the buffer.
     """
 
     plan: SavePlan
@@ -119,6 +120,7 @@ class HostCopy:
     starts: Int64
     lengths: Int64
     release: Callable[[], object] = lambda: None
+    hold: Callable[[], object] = lambda: None
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         self.buffer.wait_for_devices()

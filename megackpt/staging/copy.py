@@ -7,7 +7,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -16,7 +16,13 @@ import torch
 
 from megackpt.errors import ShardingError
 from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy, default_cap
-from megackpt.staging.source import TensorSource, is_plain_memory, resolved
+from megackpt.staging.devices import (
+    hold_streams,
+    host_blocks,
+    queue_copies,
+    register,
+)
+from megackpt.staging.source import TensorSource, byte_view, is_plain_memory
 
 logger = logging.getLogger("megackpt.staging")
 
@@ -32,10 +38,10 @@ _move_small: _Move = ctypes.PYFUNCTYPE(
 
 
 def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | None:
-    """Copy all rows of a save plan, objects included. The tensors may be changed when this returns.
+    """Copy all rows of a save plan, objects included. CPU tensors may be changed after that.
 
-    Copies of CUDA tensors may still run then: work on the streams that are current now may change
-    the tensors, and readers of the copy wait for it.
+    Copies of CUDA tensors may still run then, beside kernels that only read the tensors. Call
+    ``hold()`` of the copy before work that changes them. Readers of the copy wait for it.
 
     Returns None where this copy does not fit beside the earlier ones: ``cap`` (None:
     ``default_cap()``) is how many bytes all copies of this process may take together.
@@ -92,9 +98,8 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
     lengths = copy.lengths.tolist()
     held = source.held
     rows = source.rows
-    queued: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(
-        list
-    )
+    queued: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]
+    queued = defaultdict(list)
     for row in np.flatnonzero(~source.is_object).tolist():
         start = starts[row]
         length = lengths[row]
@@ -122,49 +127,29 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
             queued[value.device].append((into, value.detach()))
         else:
             into.copy_(value.detach())
-    if queued:
-        _pin(buffer)
+    events: list[tuple[torch.device, Event]] = []
     for device, copies in queued.items():
-        _queue_copies(device, copies, buffer.pending)
+        if _pin(buffer):
+            queue_copies(device, copies, buffer.pending)
+            events.append((device, buffer.pending[-1]))
+            continue
+        for into, tensor in copies:
+            rest = byte_view(into)
+            for block in host_blocks(tensor):
+                rest[: len(block)] = block
+                rest = rest[len(block) :]
+    copy.hold = partial(hold_streams, events)
 
 
-def _queue_copies(
-    device: torch.device,
-    copies: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    pending: list[Event],
-) -> None:
-    """Queue these copies behind the work of the current stream, and before its further work."""
-    current = torch.cuda.current_stream(device)
-    side = _side_stream(device)
-    side.wait_stream(current)
-    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    try:
-        with torch.cuda.stream(side):
-            for into, tensor in copies:
-                # If the tensor is freed, its memory stays unused until the copy is done.
-                tensor.record_stream(side)
-                into.copy_(resolved(tensor), non_blocking=True)
-    finally:
-        done.record(side)
-        pending.append(done)
-    current.wait_event(done)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _pin(buffer: Buffer) -> None:
-    """Register the buffer with CUDA. Where that is refused, copies are slower."""
-    if buffer.pinned:
-        return
-    address = buffer.memory.ctypes.data
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    buffer.pinned = int(runtime.cudaHostRegister(address, buffer.size, 0)) == 0
-    if buffer.pinned:
-        unregister = partial(runtime.cudaHostUnregister, address)
-        finalize(buffer, _unpin, unregister, buffer.pending, os.getpid()).atexit = False
+def _pin(buffer: Buffer) -> bool:
+    """Register the buffer with CUDA. Returns whether that is done."""
+    if not buffer.pinned:
+        unregister = register(buffer.memory.ctypes.data, buffer.size)
+        if unregister is not None:
+            buffer.pinned = True
+            end = finalize(buffer, _unpin, unregister, buffer.pending, os.getpid())
+            end.atexit = False
+    return buffer.pinned
 
 
 def _unpin(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import MAP_PRIVATE, mmap
@@ -15,11 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import DIGEST_BLOCK, SavePlan, carried_dtype, itemsizes
-
-COPIED_AT_ONCE = 16 * DIGEST_BLOCK
-"""Bytes that are copied to the host at a time where a tensor's memory cannot be written
-directly."""
+from megackpt.planning.manifest import SavePlan, carried_dtype, itemsizes
+from megackpt.staging.devices import COPIED_AT_ONCE, host_blocks, parts
 
 _SMALL = 64 << 10  # bytes
 _COMPARED = 1 << 22  # addresses of elements that are compared with one another
@@ -96,23 +93,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
             return True
         addresses = np.add.outer(addresses, np.arange(size) * step).ravel()
     return len(np.unique(addresses)) < len(addresses)
-
-
-def synchronize(tensors: Iterable[object]) -> None:
-    """Wait for the work that this thread has queued on the devices of these tensors.
-
-    Other threads may use the tensors after that.
-    """
-    devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
-    for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-        # The stream that other threads use.
-        torch.cuda.default_stream(device).synchronize()
-
-
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd and lazy conjugation, so that its memory holds its values."""
-    return tensor.detach().resolve_conj().resolve_neg()
 
 
 def is_plain_memory(tensor: torch.Tensor) -> bool:
@@ -215,6 +195,9 @@ class TensorSource:
             return
         itemsize = value.element_size()
         size = value.numel() * itemsize
+        if value.is_cuda and size > _SMALL:
+            yield from host_blocks(value)
+            return
         if size <= _SMALL:
             buffer = np.empty(max(1, size), np.uint8)
         else:
@@ -224,11 +207,8 @@ class TensorSource:
         for start in range(0, size, len(buffer)):
             stop = min(start + len(buffer), size)
             block = buffer[: stop - start]
-            copied = torch.from_numpy(block).view(value.dtype)
-            filled = 0
+            octets = torch.from_numpy(block)
             # Both are multiples of the element size. Each copy is complete when it returns.
-            for run in Box.whole(value.shape).runs(start // itemsize, stop // itemsize):
-                part = copied[filled : filled + run.volume]
-                part.view(run.shape).copy_(value[run.slices()])
-                filled += run.volume
+            for part, run in parts(octets, value, start // itemsize, stop // itemsize):
+                part.copy_(run)
             yield block.data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import carried_dtype
-from megackpt.staging.source import host_array, memory_of, region, resolved
+from megackpt.staging.devices import Uploads, host_copy, pinned
+from megackpt.staging.source import host_array, memory_of, region
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +23,14 @@ class LoadTarget:
 
     ``tensors[i]`` is the tensor of wanted row i (None for objects), on any device; row i of
     ``holders`` is its box. ``stored[i]`` is the dtype in the checkpoint; values are converted from
-    it. ``blobs`` receives the objects.
+    it. ``blobs`` receives the objects. Copies to devices are complete after ``synchronize``.
     """
 
     tensors: Sequence[torch.Tensor | None]
     holders: Boxes
     stored: Sequence[torch.dtype | None]
     blobs: dict[int, bytes]
+    _uploads: Uploads = field(default_factory=Uploads)
 
     @property
     def nbytes(self) -> int:
@@ -39,8 +41,8 @@ class LoadTarget:
     def read_back(self, target: int, box: Box) -> NDArray[Any]:
         """The present values of a region of a tensor, in the tensor's own dtype."""
         values = self._region(target, box)
-        if not self._direct[target]:
-            values = resolved(values).cpu()
+        if not values.is_cpu or not self._as_stored[target]:
+            values = host_copy(values)
         return host_array(values)
 
     def views(
@@ -57,17 +59,30 @@ class LoadTarget:
         return views
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
-        if self._direct[target]:
+        tensor, stored = self.tensors[target], self.stored[target]
+        if tensor is None or stored is None:
+            raise TypeError(f"row {target} is an object: it has no region {box}")
+        if self._as_stored[target] and tensor.is_cpu:
             return host_array(self._region(target, box))
-        stored = self.stored[target]
-        return np.empty(box.shape, carried_dtype(stored.itemsize if stored else 1))
+        dtype = carried_dtype(stored.itemsize)
+        if tensor.is_cuda:
+            memory = pinned(box.volume * stored.itemsize).numpy()
+            return memory.view(dtype).reshape(box.shape)
+        return np.empty(box.shape, dtype)
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        stored = self.stored[target]
-        if stored is None or self._direct[target]:
+        tensor, stored = self.tensors[target], self.stored[target]
+        if tensor is None or stored is None:
             return
-        values = torch.from_numpy(filled.reshape(-1).view(np.uint8)).view(stored)
-        self._region(target, box).copy_(values.reshape(box.shape))
+        if self._as_stored[target] and tensor.is_cpu:
+            return
+        octets = torch.from_numpy(filled.reshape(-1).view(np.uint8))
+        values = octets.view(stored).reshape(box.shape)
+        into = self._region(target, box)
+        if self._as_stored[target] and tensor.is_cuda:
+            self._uploads.send(into, values)
+        else:
+            into.copy_(values)
 
     def blob(self, target: int, data: bytes) -> None:
         self.blobs[target] = data
@@ -81,15 +96,14 @@ class LoadTarget:
         return region(tensor, self.holders.row(target, len(box.shape)), box)
 
     @cached_property
-    def _direct(self) -> list[bool]:
+    def _as_stored(self) -> list[bool]:
         """For each tensor whether its memory takes the stored bytes without conversion."""
-        direct = []
+        alike = []
         for tensor, stored in zip(self.tensors, self.stored, strict=True):
-            direct.append(
+            alike.append(
                 tensor is not None
                 and tensor.dtype == stored
-                and tensor.is_cpu
                 and not tensor.is_conj()
                 and not tensor.is_neg()
             )
-        return direct
+        return alike

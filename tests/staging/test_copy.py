@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,11 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.staging import copy, source as sources
-from megackpt.staging.buffers import Buffer, BufferPool, HostCopy
+from megackpt.staging import copy, devices, source as sources
+from megackpt.staging.buffers import Buffer, BufferPool, Event, HostCopy
 from megackpt.staging.copy import copy_to_host
 from megackpt.staging.source import TensorSource, host_array
+from tests.cuda.fake import Device
 
 MIB = 1 << 20
 DTYPES = [getattr(torch, name) for name in ITEMSIZE if name != OBJECT]
@@ -252,105 +252,22 @@ def test_what_does_not_fit_is_not_copied_and_logged(
     assert "limit 959 bytes: Strategy(staging_memory=...)" in caplog.text
 
 
-class Streams:
-    """Records the calls to devices, in order, and does the copies at once."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def stream(self, name: str) -> Any:
-        log = self.log
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                log.append(f"{name} waits for {other}")
-
-            def wait_event(self, event: Any) -> None:
-                log.append(f"{name} waits for {event}")
-
-            def __str__(self) -> str:
-                return name
-
-        return Stream()
-
-    def event(self) -> Any:
-        log = self.log
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                log.append(f"event on {stream}")
-
-            def synchronize(self) -> None:
-                log.append("host waits for event")
-
-            def __str__(self) -> str:
-                return "event"
-
-        return Event()
-
-    @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        self.log.append(f"on {stream}")
-        yield
-        self.log.append(f"off {stream}")
-
-    def tensor(self, data: torch.Tensor) -> torch.Tensor:
-        log = self.log
-
-        class Remote(torch.Tensor):
-            def record_stream(self, stream: Any) -> None:
-                log.append(f"memory kept for {stream}")
-
-        return data.as_subclass(Remote)
-
-
-def test_devices_copy_beside_the_current_stream_which_waits_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The order of the calls; this needs no GPU."""
-    fake = Streams()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.stream("current"))
-    monkeypatch.setattr(torch.cuda, "stream", fake.on)
-    monkeypatch.setattr(torch.cuda, "Event", fake.event)
-    monkeypatch.setattr(copy, "_side_stream", lambda _: fake.stream("side"))
-    buffer, tensor = (
-        Buffer.allocate(4096),
-        fake.tensor(filled((4, 4), torch.complex64).t().conj()),
-    )
-    place = torch.from_numpy(buffer.memory[:128]).view(torch.complex64).view(4, 4)
-    copy._queue_copies(torch.device("cuda"), [(place, tensor)], buffer.pending)
-    assert fake.log == [
-        "side waits for current",
-        "on side",
-        "memory kept for side",
-        "off side",
-        "event on side",
-        "current waits for event",
-    ]
-    assert torch.equal(
-        place.view(torch.int64), tensor.resolve_conj().contiguous().view(torch.int64)
-    )
-    buffer.wait_for_devices()
-    assert fake.log[-1] == "host waits for event"
-    assert buffer.pending == []
-
-
 def test_a_copy_that_a_device_refuses_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake = Streams()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: fake.stream("current"))
-    monkeypatch.setattr(torch.cuda, "stream", fake.on)
-    monkeypatch.setattr(torch.cuda, "Event", fake.event)
-    monkeypatch.setattr(copy, "_side_stream", lambda _: fake.stream("side"))
-    buffer = Buffer.allocate(4096)
-    wrong = (
-        torch.from_numpy(buffer.memory[:8]),
-        fake.tensor(torch.ones(9, dtype=torch.uint8)),
-    )
-    with pytest.raises(RuntimeError):
-        copy._queue_copies(torch.device("cuda"), [wrong], buffer.pending)
-    assert len(buffer.pending) == 1
+    """tests/cuda has what happens to the others."""
+    Device("copies first").install(monkeypatch)
+    pending: list[Event] = []
+
+    def copies() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield torch.zeros(8), torch.ones(8)
+        raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        devices.queue_copies(torch.device("cuda"), copies(), pending)
+    (end,) = pending
+    end.synchronize()
+    devices._side_stream.cache_clear()
 
 
 @pytest.mark.parametrize("refused", [0, 2])
