@@ -31,7 +31,7 @@ from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import Manifest, TensorEntry, TensorMeta
-from megackpt.staging.source import synchronize
+from megackpt.staging.devices import synchronize
 
 
 @dataclass(frozen=True)
