@@ -38,6 +38,7 @@ from megackpt.storage import (
     Storage,
     allocate,
     digest,
+    digest_blocks,
     read_again,
     read_dense,
     read_digested,
@@ -134,9 +135,7 @@ class _Job:
         data = memoryview(allocate(length, name))
         reader.read_into(start, [data])
         if self.checked:
-            for block in range(-(-length // DIGEST_BLOCK)):
-                part = data[block * DIGEST_BLOCK :][:DIGEST_BLOCK]
-                self.check(row, block, digest(part))
+            self.check(row, 0, digest_blocks(data))
         return bytes(data)
 
     def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
@@ -151,11 +150,14 @@ class _Job:
                 for group in mine:
                     read_again(reader, partial(part.fetch, pieces, group))
 
-    def check(self, row: int, block: int, found: bytes) -> None:
-        """Compare the digest of one block of the chunk that a plan's row is in."""
-        if found != self.digests(row, block).tobytes():
+    def check(self, row: int, first: int, found: bytes) -> None:
+        """Compare joined digests, from block ``first`` on, of the chunk that a plan's row is in."""
+        digests = digest_rows(found)
+        wrong = digests != self.digests(row, np.arange(first, first + len(digests)))
+        if wrong.any():
             chunks = self.plan.manifest.chunks
             chunk = self.plan.chunk[row]
+            block = first + int(wrong.any(axis=1).argmax())
             start = int(chunks.start[chunk]) + block * DIGEST_BLOCK
             raise CorruptCheckpoint(
                 f"{self.root.location}: {name_of(self.plan, row)} is damaged: the bytes of "
@@ -321,20 +323,19 @@ class _FilePart:
             return
         position = low
         stop = low + len(place)
+        whole = stop  # the end of the last block that is needed whole
+        if stop < piece.length:
+            whole -= stop % DIGEST_BLOCK
         while position < stop:
-            block = position // DIGEST_BLOCK
-            first = block * DIGEST_BLOCK
-            last = min(first + DIGEST_BLOCK, piece.length)
-            part = place[position - low : min(last, stop) - low]
-            if position == first and last <= stop:
-                self.job.check(
-                    piece.row,
-                    block,
-                    read_digested(self.reader, piece.base + first, part),
-                )
+            block, skipped = divmod(position, DIGEST_BLOCK)
+            if not skipped and position < whole:
+                part = place[position - low : whole - low]
+                found = read_digested(self.reader, piece.base + position, part)
+                self.job.check(piece.row, block, found)
             else:
-                part[:] = self._edge(piece, block)[position - first :][: len(part)]
-            position = last
+                part = place[position - low :][: DIGEST_BLOCK - skipped]
+                part[:] = self._edge(piece, block)[skipped:][: len(part)]
+            position += len(part)
 
     def _edge(self, piece: _Piece, block: int) -> memoryview:
         """A block that is needed in part.

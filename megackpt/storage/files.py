@@ -98,6 +98,10 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
 
 def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """Divide the buffers into lists for one call each: limited vectors, limited bytes."""
+    # A single buffer is perhaps one of very many.
+    if len(buffers) == 1 and 0 < buffers[0].nbytes <= _BATCH:
+        yield [buffers[0].cast("B")]
+        return
     if len(buffers) <= _VECTORS and sum(b.nbytes for b in buffers) <= _BATCH:
         yield list(_flat(buffers))
         return

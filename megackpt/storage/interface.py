@@ -338,13 +338,17 @@ def digest_blocks(view: memoryview) -> bytes:
 
 
 def read_digested(reader: FileReader, start: int, place: memoryview) -> bytes:
-    """Fill a flat view with the bytes from ``start`` on; return their digest.
+    """Fill a flat view with the bytes from ``start`` on; return the joined digests of its blocks.
 
     Raises as ``read_into``.
     """
-    hasher = xxhash.xxh3_128()
-    for first in range(0, len(place), _STRIDE):
-        part = place[first : first + _STRIDE]
-        reader.read_into(start + first, [part])
-        hasher.update(part)
-    return hasher.digest()
+    digests = []
+    for begin in range(0, len(place), DIGEST_BLOCK):
+        block = place[begin : begin + DIGEST_BLOCK]
+        hasher = xxhash.xxh3_128()
+        for first in range(0, len(block), _STRIDE):
+            part = block[first : first + _STRIDE]
+            reader.read_into(start + begin + first, [part])
+            hasher.update(part)
+        digests.append(hasher.digest())
+    return b"".join(digests)
