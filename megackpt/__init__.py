@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megackpt.gc_pause import paused as _paused
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -131,7 +133,9 @@ if not TYPE_CHECKING:
             return import_module(f"megackpt.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'megackpt' has no attribute {name!r}")
-        value = getattr(import_module(f"megackpt.{_MODULE_OF[name]}"), name)
+        # The objects of new modules would start a scan of all objects of the process.
+        with _paused():
+            value = getattr(import_module(f"megackpt.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
 
