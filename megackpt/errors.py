@@ -2,7 +2,8 @@
 
 CheckpointingException              the root; the name that Megatron-Core uses
 ├── ShardingError                   a wrong declaration (a mistake of the caller)
-│   └── CoverageError               the shards of all ranks do not tile a tensor exactly
+│   ├── CoverageError               the shards of all ranks do not tile a tensor exactly
+│   └── ReplicaMismatch             ranks hold different values of the same shard
 ├── MismatchError                   requested keys, shapes or dtypes differ from the stored ones
 ├── NotACheckpoint                  there is no (complete) checkpoint at this path
 ├── CheckpointExists                a complete checkpoint exists and may not be replaced
@@ -34,6 +35,10 @@ class ShardingError(CheckpointingException):
 
 class CoverageError(ShardingError):
     """The main replicas of all ranks leave holes, overlap, or disagree. Lists every problem."""
+
+
+class ReplicaMismatch(ShardingError):
+    """An audit has found ranks that hold different values of the same shard; see ``Strategy``."""
 
 
 class MismatchError(CheckpointingException):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha1
 from itertools import count
+from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 from weakref import WeakKeyDictionary
 
@@ -47,20 +48,22 @@ class CachedPlan:
     """A rank's part of an earlier planning round.
 
     ``first_id`` is the id of the save that made it, alike on all ranks. Only the coordinator has
-    ``manifest``.
+    ``manifest``. ``audit`` is what the saver's audit needs.
     """
 
     first_id: str
     plan: SavePlan
     manifest: Manifest | None = None
-    _uses: Iterator[int] = field(default_factory=count)
+    audit: Any = None
+    _uses: Iterator[int] = field(default_factory=lambda: count(1))
 
-    def next_save_id(self) -> str:
-        """The id (hex) of one more save with this plan, unique also among threads.
+    def next_save(self) -> tuple[str, int]:
+        """The id (hex) and the number of one more save with this plan, unique also among threads.
 
         Ranks derive the same id exactly if they hold the same round and used it equally often.
         """
-        return uuid5(NAMESPACE_OID, f"{self.first_id} {next(self._uses)}").hex
+        use = next(self._uses)
+        return uuid5(NAMESPACE_OID, f"{self.first_id} {use}").hex, use
 
 
 @dataclass(frozen=True, eq=False)

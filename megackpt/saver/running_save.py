@@ -18,8 +18,15 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint import Transaction, begin
 from megackpt.distributed import Attempt, Group, attempt
 from megackpt.distributed.failures import DEPARTURES
-from megackpt.errors import CheckpointingException, RankLost
-from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
+from megackpt.errors import CheckpointingException, RankLost, ReplicaMismatch
+from megackpt.planning.manifest import Manifest, SavePlan, ShardId, WriteResult
+from megackpt.saver.audit import (
+    AllReplicas,
+    Blocks,
+    RankDigests,
+    RankReplicas,
+    describe,
+)
 from megackpt.saver.save_request import SaveRequest
 
 T = TypeVar("T")
@@ -29,11 +36,17 @@ logger = logging.getLogger("megackpt.saver")
 
 @dataclass(frozen=True, eq=False)
 class RankPart:
-    """What this rank writes. Only rank 0 has ``manifest``."""
+    """What this rank writes and compares. Only rank 0 has ``manifest`` and ``all_replicas``.
+
+    ``turn`` is the number of saves with this plan before.
+    """
 
     save_id: str
     plan: SavePlan
     manifest: Manifest | None
+    replicas: RankReplicas | None = None
+    all_replicas: AllReplicas | None = None
+    turn: int = 0
 
 
 class RunningSave:
@@ -115,20 +128,55 @@ class RunningSave:
         files = backend.layout(self.group.size, manifest).files
         self.on_storage("begin", lambda _: place.announce(files))
 
-    def commit(self, task: Task[WriteResult], backend: Backend, part: RankPart) -> None:
+    def commit(
+        self,
+        task: Task[WriteResult],
+        request: SaveRequest,
+        part: RankPart,
+        hashed: Attempt[RankDigests],
+    ) -> None:
         """When all ranks have written: finish and commit, on rank 0. Collective.
 
-        The error of any rank's task is raised on all ranks.
+        The error of any rank's task is raised on all ranks. If the audit finds differences,
+        another step names them, and then raises or commits.
         """
+        manifests: list[Manifest] = []
+
+        def send() -> tuple[WriteResult, bytes]:
+            return task.get(), hashed.get().packed()
 
         @events.stage("commit")
-        def work(results: Sequence[WriteResult]) -> int:
-            manifest = cast(Manifest, part.manifest).located(results)
-            self.on_storage("commit", partial(self._commit, backend, manifest))
-            return sum(int(result.length.sum()) for result in results)
+        def commit() -> None:
+            self.on_storage(
+                "commit", partial(self._commit, request.backend, manifests[0])
+            )
 
-        written = self.group.reduce_broadcast("write", task.get, work)
-        self.total.operation.bytes = written
+        def work(results: Sequence[tuple[WriteResult, bytes]]) -> list[ShardId] | int:
+            written = [result for result, _ in results]
+            manifests.append(cast(Manifest, part.manifest).located(written))
+            if part.all_replicas is not None:
+                digests = [digest for _, digest in results]
+                if differing := part.all_replicas.differing(digests):
+                    return differing
+            commit()
+            return sum(int(result.length.sum()) for result in written)
+
+        def conclude(found: Sequence[Blocks]) -> int:
+            text = describe(differing, found, manifests[0])
+            if request.audit.raises:
+                raise ReplicaMismatch(text)
+            logger.warning("%s", text)
+            self.total.operation.problem = text
+            commit()
+            return int(manifests[0].chunks.length.sum())
+
+        reply = self.group.reduce_broadcast("write", send, work)
+        if isinstance(reply, list):
+            differing = reply
+            reply = self.group.reduce_broadcast(
+                "audit", lambda: hashed.get().of(differing), conclude
+            )
+        self.total.operation.bytes = reply
         events.finish(self.total)
 
     def _commit(self, backend: Backend, manifest: Manifest, advance: Advance) -> None:

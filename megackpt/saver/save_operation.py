@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -38,6 +39,13 @@ from megackpt.errors import (
 )
 from megackpt.planning.cache import CachedPlan, cache_of
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
+from megackpt.saver.audit import (
+    AllReplicas,
+    RankDigests,
+    RankReplicas,
+    find_replicas,
+    hash_replicas,
+)
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
 from megackpt.saver.running_save import RankPart, RunningSave
 from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
@@ -153,18 +161,18 @@ def save(
         if async_sharded_save:
             stage = _copy
         task = operation.task = stage(operation, request, part)
+        hashed = attempt(partial(_hash, request, part))
         if wait_staged:
             operation.hold()
-        backend = request.backend
         if not async_sharded_save:
             task.run()
             # Finish and commit, when all ranks have written.
-            operation.commit(task, backend, part)
+            operation.commit(task, request, part, hashed)
             return None
 
     def finish() -> None:
         with operation.running():
-            operation.commit(task, backend, part)
+            operation.commit(task, request, part, hashed)
 
     pending = Pending(task, group, finish, operation.give_up, operation.hold)
     finalize(pending, _dropped, task, operation.total, os.getpid()).atexit = False
@@ -189,6 +197,7 @@ class _RankReply:
     save_id: str
     plan: SavePlan
     common: bytes | None
+    replicas: RankReplicas | None = None
 
 
 def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
@@ -201,7 +210,9 @@ def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     held = cache_of(group.identity).get(request.fingerprint)
     if held is None:
         return None
-    return RankPart(held.next_save_id(), held.plan, held.manifest)
+    save_id, turn = held.next_save()
+    replicas, all_replicas = held.audit
+    return RankPart(save_id, held.plan, held.manifest, replicas, all_replicas, turn)
 
 
 def _all_ranks_reuse(
@@ -236,7 +247,7 @@ def _make_plan(
     On rank 0 the request that is returned has parameter groups of other ranks in it.
     """
     group = operation.group
-    planned: list[tuple[SaveRequest, Manifest]] = []
+    planned: list[tuple[SaveRequest, Manifest, AllReplicas | None]] = []
 
     def send() -> _RankRequest:
         request = declared.get()
@@ -255,23 +266,36 @@ def _make_plan(
     @events.stage("plan")
     def decide(parts: Sequence[_RankRequest]) -> list[_RankReply]:
         started.get()
-        request, manifest, replies = _plan_for_all(operation, declared.get(), parts)
-        planned.append((request, manifest))
+        request = declared.get()
+        replicas: Sequence[RankReplicas | None] = [None] * len(parts)
+        all_replicas = None
+        if request.audit.amount != "off" and group.size > 1:
+            replicas, all_replicas = find_replicas(
+                [part.declarations for part in parts], request.audit.exclude
+            )
+        request, manifest, replies = _plan_for_all(operation, request, parts, replicas)
+        planned.append((request, manifest, all_replicas))
         return replies
 
     reply = group.reduce_scatter("plan", send, decide)
-    request, manifest = planned[0] if planned else (declared.get(), None)
+    request, manifest, all_replicas = declared.get(), None, None
+    if planned:
+        request, manifest, all_replicas = planned[0]
     if reply.common is not None:
         warn_of_difference(group.rank, reply.common, request.compared)
     plan = replace(reply.plan, tensors=request.declared.tensors)
     if request.fingerprint is not None:
-        held = CachedPlan(reply.save_id, plan, manifest)
+        held = CachedPlan(reply.save_id, plan, manifest, (reply.replicas, all_replicas))
         cache_of(group.identity).put(request.fingerprint, held)
-    return request, RankPart(reply.save_id, plan, manifest)
+    part = RankPart(reply.save_id, plan, manifest, reply.replicas, all_replicas)
+    return request, part
 
 
 def _plan_for_all(
-    operation: RunningSave, request: SaveRequest, parts: Sequence[_RankRequest]
+    operation: RunningSave,
+    request: SaveRequest,
+    parts: Sequence[_RankRequest],
+    replicas: Sequence[RankReplicas | None],
 ) -> tuple[SaveRequest, Manifest, list[_RankReply]]:
     """On rank 0: the plan of every rank, and the manifest of the checkpoint."""
     _check_same("name different directories", [part.directory for part in parts])
@@ -290,11 +314,11 @@ def _plan_for_all(
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
     replies = []
-    for plan, part in zip(plans, parts, strict=True):
+    for plan, part, own in zip(plans, parts, replicas, strict=True):
         differs = part.common != parts[0].common
         # The table of tensors stays here: each rank has its own.
         sent = replace(plan, tensors=())
-        replies.append(_RankReply(save_id, sent, view if differs else None))
+        replies.append(_RankReply(save_id, sent, view if differs else None, own))
     return request, manifest, replies
 
 
@@ -356,6 +380,17 @@ def _copy(
     if task.outcome is not None and isinstance(task.outcome.error, DEPARTURES):
         raise task.outcome.error
     return task
+
+
+def _hash(request: SaveRequest, part: RankPart) -> RankDigests:
+    """The digests of this rank's replicas. When this returns, the tensors may be changed."""
+    if part.replicas is None:
+        return RankDigests(Declarations.of([]), [])
+    turn = None
+    if request.audit.amount == "sample":
+        turn = part.turn
+    with events.stage("audit"):
+        return hash_replicas(part.replicas, request.declared, request.held(), turn)
 
 
 def _write_task(

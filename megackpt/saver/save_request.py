@@ -24,6 +24,7 @@ from megackpt.errors import ShardingError
 from megackpt.planning.cache import fingerprint
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.save_plan import SavePolicy
+from megackpt.saver.audit import AuditPolicy
 from megackpt.saver.common_state import check_size
 from megackpt.state import (
     ShardedObject,
@@ -63,6 +64,7 @@ class SaveRequest:
         compared: with ``checked``, the view of the common state that ranks compare.
         fingerprint: equal for requests that one plan serves; None if that cannot be known.
         staging_memory: bytes for the copy of an asynchronous save (None: the default).
+        audit: what to compare of the shards that several ranks hold.
         groups: the parameter groups of optimizers, by name or position.
         objects: row of an object -> the rows that share its blob.
         blobs: row -> blob of an object that has been pickled for the check already.
@@ -81,6 +83,7 @@ class SaveRequest:
     declared: Declarations
     fingerprint: int | None
     staging_memory: int | None
+    audit: AuditPolicy
     groups: Mapping[str, HeldGroup]
     objects: Mapping[int, Sequence[int]]
     blobs: dict[int, bytes]
@@ -131,11 +134,23 @@ class SaveRequest:
         )
         policy = SavePolicy(balance=resolved.balance)
         named = f"{backend.properties.name} {backend.properties.version}"
+        audit = AuditPolicy(
+            resolved.audit,
+            tuple(resolved.audit_exclude),
+            resolved.on_mismatch == "raise",
+        )
         number = None
         options = _pickled_options(backend)
         if options is not None:
             planned = policy_for_backend(backend, policy)
-            parts = named, backend.properties.encoding, planned, group.size, validate
+            parts = (
+                named,
+                backend.properties.encoding,
+                planned,
+                group.size,
+                validate,
+                audit,
+            )
             number = fingerprint(declared, f"{parts} {options}")
         made = cls(
             directory=path,
@@ -150,6 +165,7 @@ class SaveRequest:
             declared=declared,
             fingerprint=number,
             staging_memory=resolved.staging_memory,
+            audit=audit,
             groups=held_groups(extracted.factories),
             objects=object_groups(extracted.shards),
             blobs={},

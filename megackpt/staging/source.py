@@ -121,6 +121,35 @@ def memory_of(tensor: torch.Tensor, size: int) -> memoryview | None:
     return MEMORY[start : start + size]
 
 
+def pieces(value: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in C order: its memory, or copies of at most ``COPIED_AT_ONCE``.
+
+    A piece is valid until the next one is made.
+    """
+    if is_plain_memory(value):
+        yield byte_view(value)
+        return
+    itemsize = value.element_size()
+    size = value.numel() * itemsize
+    if value.is_cuda and size > _SMALL:
+        yield from host_blocks(value)
+        return
+    if size <= _SMALL:
+        buffer = np.empty(max(1, size), np.uint8)
+    else:
+        # A mapping of its own is freed at once. malloc would keep the memory and fragment it.
+        memory = mmap(-1, min(COPIED_AT_ONCE, size), flags=MAP_PRIVATE)
+        buffer = np.frombuffer(memory, np.uint8)
+    for start in range(0, size, len(buffer)):
+        stop = min(start + len(buffer), size)
+        block = buffer[: stop - start]
+        octets = torch.from_numpy(block)
+        # Both are multiples of the element size. Each copy is complete when it returns.
+        for part, run in parts(octets, value, start // itemsize, stop // itemsize):
+            part.copy_(run)
+        yield block.data
+
+
 @dataclass(frozen=True, eq=False)
 class TensorSource:
     """The Source of a save plan's rows that reads the tensors themselves.
@@ -189,26 +218,4 @@ class TensorSource:
         if not isinstance(self.held[self.rows[row][0]], torch.Tensor):
             yield memoryview(self.blob(row))
             return
-        value = self.tensor(row)
-        if is_plain_memory(value):
-            yield byte_view(value)
-            return
-        itemsize = value.element_size()
-        size = value.numel() * itemsize
-        if value.is_cuda and size > _SMALL:
-            yield from host_blocks(value)
-            return
-        if size <= _SMALL:
-            buffer = np.empty(max(1, size), np.uint8)
-        else:
-            # A mapping of its own is freed at once. malloc would keep the memory and fragment it.
-            memory = mmap(-1, min(COPIED_AT_ONCE, size), flags=MAP_PRIVATE)
-            buffer = np.frombuffer(memory, np.uint8)
-        for start in range(0, size, len(buffer)):
-            stop = min(start + len(buffer), size)
-            block = buffer[: stop - start]
-            octets = torch.from_numpy(block)
-            # Both are multiples of the element size. Each copy is complete when it returns.
-            for part, run in parts(octets, value, start // itemsize, stop // itemsize):
-                part.copy_(run)
-            yield block.data
+        yield from pieces(self.tensor(row))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -13,6 +13,12 @@ from megackpt.errors import BackendError
 from megackpt.strategies.formats import backend_named, formats, kinds, made
 
 EXCHANGES = ("auto", "always", "never")
+AUDITS = ("off", "sample", "full")
+_CHOICES = {
+    "exchange": EXCHANGES,
+    "audit": AUDITS,
+    "on_mismatch": ("raise", "warn"),
+}
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 """Megatron's names of exchange algorithms."""
 COMMON_IS_KEPT = (
@@ -34,6 +40,12 @@ class Strategy:
     that does not fit is written before ``save`` returns. Objects and the common state of such a
     save need more memory, because they are pickled whole.
 
+    ``audit`` compares the values of each shard that several ranks hold, before the save is
+    complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, others in each save, and
+    small shards always; "off": none. ``audit_exclude`` has patterns of keys that are not compared.
+    If values differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and
+    saves. Hashing takes place before ``save`` returns.
+
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
     it to the ranks that need it. "auto": as "always" if bytes come over a network (network file
@@ -48,6 +60,9 @@ class Strategy:
     staging_memory: int | None = None
     load_group: Any = None
     exchange: str = "never"
+    audit: str = "off"
+    audit_exclude: Sequence[str] = ()
+    on_mismatch: str = "raise"
 
     def __post_init__(self) -> None:
         given: object = self.options  # callers without a type checker give anything
@@ -58,9 +73,16 @@ class Strategy:
             raise BackendError(
                 f"staging_memory must be None or at least 1 MiB in bytes, not {memory!r}"
             )
-        if self.exchange not in EXCHANGES:
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise BackendError(
+                    f"{name} must be one of {', '.join(map(repr, known))}, not "
+                    f"{getattr(self, name)!r}"
+                )
+        patterns: Any = self.audit_exclude
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
             raise BackendError(
-                f"exchange must be one of {', '.join(map(repr, EXCHANGES))}, not {self.exchange!r}"
+                f"audit_exclude must be a list of patterns, not {patterns!r}"
             )
 
     def make_writer(self) -> Backend:

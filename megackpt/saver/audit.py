@@ -1,0 +1,243 @@
+"""The audit of a save: do all ranks that hold a shard hold the same values?
+
+Each rank hashes its replicas in blocks before ``save`` returns, and sends one digest a replica
+with its result. Rank 0 compares them before it commits. If some differ, all ranks send the
+digests of these blocks, so that the error names block and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from megackpt.errors import name_ranks
+from megackpt.planning.box import Groups, group
+from megackpt.planning.manifest import (
+    Declarations,
+    Int32,
+    Manifest,
+    ShardId,
+)
+from megackpt.staging.source import memory_of, pieces
+from megackpt.storage import digest
+
+BLOCK = 1 << 20
+"""Bytes of a replica that are hashed and compared as one."""
+TURNS = 16
+"""Of "sample": each save compares one in so many blocks, and another one in the next save."""
+_ALWAYS = 1 << 20
+"""The smallest replicas of a rank, together at most so many bytes, are compared in every save."""
+_NAMED = 20  # shards, in a message
+_ADVICE = (
+    "shards have different values on ranks that should hold the same ones: replicas have diverged, "
+    "data is damaged, or different tensors have one key. Strategy(audit_exclude=[...]) leaves out "
+    "keys whose replicas may differ, and on_mismatch='warn' saves anyway:"
+)
+
+
+Blocks = dict[int, tuple[list[int], list[bytes]]]
+"""By position in a list of shards: the numbers of the blocks that a rank has hashed, and digests."""
+
+
+@dataclass(frozen=True)
+class AuditPolicy:
+    """What to compare; see ``Strategy.audit``."""
+
+    amount: str = "off"
+    exclude: tuple[str, ...] = ()
+    raises: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class RankReplicas:
+    """The rows of a rank's declarations that other ranks hold, too.
+
+    In a sample, those of at most ``always`` bytes are compared in every save.
+    """
+
+    rows: Int32
+    always: int
+
+
+@dataclass(frozen=True, eq=False)
+class AllReplicas:
+    """On rank 0: the replicated shards, and for each the entries of all ranks' digests."""
+
+    shards: Declarations
+    entries: Groups
+
+    def differing(self, digests: Sequence[bytes]) -> list[ShardId]:
+        """The shards whose replicas differ. ``digests``: of each rank, in rank order."""
+        values = np.frombuffer(b"".join(digests), "u8").reshape(-1, 2)
+        order = self.entries.order
+        number = self.entries.number
+        first = values[self.entries.first][number]
+        differs = (values[order] != first).any(axis=1)
+        return [self.shards.row(i).shard for i in np.unique(number[differs]).tolist()]
+
+
+def find_replicas(
+    parts: Sequence[Declarations], exclude: Sequence[str]
+) -> tuple[list[RankReplicas], AllReplicas]:
+    """The tensors' shards that several ranks declare, for each rank and for rank 0.
+
+    Keys that match a pattern of ``exclude`` (as file names do) are left out.
+    """
+    declared = Declarations.merge(parts)
+    compared = [
+        not entry.meta.is_object and not any(fnmatchcase(entry.key, p) for p in exclude)
+        for entry in declared.tensors
+    ]
+    shards = declared.shards
+    keep = (np.diff(shards.bounds) > 1)[shards.number]
+    keep &= np.array(compared, np.bool_)[declared.tensor[shards.order]]
+    keep &= declared.nbytes[shards.order] > 0
+    shard = np.full(len(declared), -1, np.int64)
+    shard[shards.order[keep]] = shards.number[keep]
+    rows = np.flatnonzero(shard >= 0)
+    entries = group(shard[rows])
+    counts = [len(part) for part in parts]
+    holder = np.repeat(np.arange(len(parts)), counts)[rows]
+    local = (rows - np.cumsum([0, *counts])[holder]).astype(np.int32)
+    bounds = np.searchsorted(holder, np.arange(len(parts) + 1)).tolist()
+    always = min(
+        _small_enough(np.sort(declared.nbytes[rows[bounds[rank] : bounds[rank + 1]]]))
+        for rank in range(len(parts))
+    )
+    own = [
+        RankReplicas(local[bounds[rank] : bounds[rank + 1]], always)
+        for rank in range(len(parts))
+    ]
+    return own, AllReplicas(declared.take(rows[entries.first]), entries)
+
+
+def _small_enough(sizes: Any) -> int:
+    """The size up to which replicas of these sizes, ascending, are ``_ALWAYS`` bytes together."""
+    beyond = np.flatnonzero(np.cumsum(sizes) > _ALWAYS)
+    if not len(beyond):
+        return 2**62
+    return int(sizes[beyond[0]]) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class RankDigests:
+    """What a rank has hashed: for each of these declarations its blocks' numbers and digests."""
+
+    declared: Declarations
+    blocks: list[tuple[list[int], list[bytes]]]
+
+    def packed(self) -> bytes:
+        """One digest a replica."""
+        joined = []
+        for _, digests in self.blocks:
+            if len(digests) == 1:
+                joined.append(digests[0])
+            else:
+                joined.append(digest(b"".join(digests)))
+        return b"".join(joined)
+
+    def of(self, shards: Sequence[ShardId]) -> Blocks:
+        """By position in ``shards``, the blocks of those that this rank has."""
+        held = {row.shard: i for i, row in enumerate(self.declared.rows())}
+        return {
+            i: self.blocks[held[shard]]
+            for i, shard in enumerate(shards)
+            if shard in held
+        }
+
+
+def hash_replicas(
+    replicas: RankReplicas,
+    declared: Declarations,
+    held: Sequence[Any],
+    turn: int | None,
+) -> RankDigests:
+    """Hash this rank's replicas. ``turn`` numbers the saves of a sample; None: hash everything."""
+    own = declared.take(replicas.rows)
+    hashed = []
+    for row, tensor_number in zip(
+        replicas.rows.tolist(), own.tensor.tolist(), strict=True
+    ):
+        tensor = held[row]
+        step = 1
+        first = 0
+        if turn is not None and tensor.nbytes > replicas.always:
+            # Replicas of one key begin alike, and those of different keys do not.
+            step = TURNS
+            first = (turn + crc32(own.tensors[tensor_number].key.encode())) % TURNS
+        numbers = []
+        digests = []
+        for number, block in _blocks(tensor.detach(), first, step):
+            numbers.append(number)
+            digests.append(digest(block))
+        hashed.append((numbers, digests))
+    return RankDigests(own, hashed)
+
+
+def _blocks(
+    tensor: torch.Tensor, first: int, step: int
+) -> Iterator[tuple[int, memoryview]]:
+    """Every ``step``-th block of a tensor's elements in C order, and its number."""
+    view = memory_of(tensor, tensor.nbytes)
+    if view is not None:
+        for number in range(first, math.ceil(len(view) / BLOCK), step):
+            yield number, view[number * BLOCK : (number + 1) * BLOCK]
+        return
+    number = 0
+    for piece in pieces(tensor):
+        view = piece.cast("B")
+        for start in range(0, len(view), BLOCK):
+            if number >= first and (number - first) % step == 0:
+                yield number, view[start : start + BLOCK]
+            number += 1
+
+
+def describe(
+    shards: Sequence[ShardId],
+    found: Sequence[Blocks],
+    manifest: Manifest,
+) -> str:
+    """Which ranks differ in which blocks. ``found``: of each rank, ``RankDigests.of(shards)``."""
+    lines = []
+    for i, shard in enumerate(shards[:_NAMED]):
+        ranks: dict[tuple[bytes, ...], list[int]] = {}
+        numbers: list[int] = []
+        for rank, blocks in enumerate(found):
+            if i in blocks:
+                numbers, digests = blocks[i]
+                ranks.setdefault(tuple(digests), []).append(rank)
+        (most, largest), *others = sorted(ranks.items(), key=lambda item: -len(item[1]))
+        apart = [
+            number
+            for place, number in enumerate(numbers)
+            if any(digests[place] != most[place] for digests, _ in others)
+        ]
+        groups = [name_ranks(largest), *(name_ranks(those) for _, those in others)]
+        text = " against ".join(groups)
+        if len(others[0][1]) == len(largest):
+            text += ", no majority"
+        text += f", block {apart[0]} (from byte {apart[0] * BLOCK:,} of the shard on)"
+        if len(apart) > 1:
+            text += f" and {len(apart) - 1} more"
+        lines.append(f"  {shard}: {text}; stored is that of {_stored(shard, manifest)}")
+    if len(shards) > _NAMED:
+        lines.append(f"  and {len(shards) - _NAMED} more shards")
+    return "\n".join([f"{len(shards)} {_ADVICE}", *lines])
+
+
+def _stored(shard: ShardId, manifest: Manifest) -> str:
+    """The ranks that write a shard."""
+    chunks = manifest.chunks
+    rows = np.flatnonzero(chunks.tensor == manifest.numbers()[shard.key])
+    ndim = len(shard.box.shape)
+    offset = chunks.boxes.offset[rows, :ndim]
+    begin = np.array(shard.box.offset)
+    inside = (offset >= begin) & (offset < begin + np.array(shard.box.shape))
+    return name_ranks(chunks.writer[rows[inside.all(axis=1)]].tolist())
