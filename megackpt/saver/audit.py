@@ -36,9 +36,9 @@ _ALWAYS = 1 << 20
 """The smallest replicas of a rank, together at most so many bytes, are compared in every save."""
 _NAMED = 20  # shards, in a message
 _ADVICE = (
-    "shards have different values on ranks that should hold the same ones: replicas have diverged, "
-    "data is damaged, or different tensors have one key. Strategy(audit_exclude=[...]) leaves out "
-    "keys whose replicas may differ, and on_mismatch='warn' saves anyway:"
+    "Ranks hold different values of the same shard: replicas have diverged, data is damaged, or "
+    "different tensors have one key. Strategy(audit_exclude=[...]) leaves out keys whose replicas "
+    "may differ, and on_mismatch='warn' saves anyway. The shards:"
 )
 
 
@@ -51,6 +51,7 @@ class AuditPolicy:
     """What to compare; see ``Strategy.audit``."""
 
     amount: str = "off"
+    every: int = 1
     exclude: tuple[str, ...] = ()
     raises: bool = True
 
@@ -229,7 +230,7 @@ def describe(
         lines.append(f"  {shard}: {text}; stored is that of {_stored(shard, manifest)}")
     if len(shards) > _NAMED:
         lines.append(f"  and {len(shards) - _NAMED} more shards")
-    return "\n".join([f"{len(shards)} {_ADVICE}", *lines])
+    return "\n".join([_ADVICE, *lines])
 
 
 def _stored(shard: ShardId, manifest: Manifest) -> str:

@@ -38,7 +38,7 @@ logger = logging.getLogger("megackpt.saver")
 class RankPart:
     """What this rank writes and compares. Only rank 0 has ``manifest`` and ``all_replicas``.
 
-    ``turn`` is the number of saves with this plan before.
+    ``turn`` is the number of audited saves with this plan before.
     """
 
     save_id: str

@@ -211,7 +211,8 @@ def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     if held is None:
         return None
     save_id, turn = held.next_save()
-    replicas, all_replicas = held.audit
+    turn, skipped = divmod(turn, request.audit.every)
+    replicas, all_replicas = (None, None) if skipped else held.audit
     return RankPart(save_id, held.plan, held.manifest, replicas, all_replicas, turn)
 
 

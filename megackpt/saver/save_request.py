@@ -136,6 +136,7 @@ class SaveRequest:
         named = f"{backend.properties.name} {backend.properties.version}"
         audit = AuditPolicy(
             resolved.audit,
+            resolved.audit_every,
             tuple(resolved.audit_exclude),
             resolved.on_mismatch == "raise",
         )

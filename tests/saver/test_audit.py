@@ -198,9 +198,27 @@ def test_adapters_of_which_each_rank_holds_its_own_part(tmp_path: Path) -> None:
     assert "layer.lora_A.weight" in str(errors[0])
 
 
+def test_every_third_save_is_audited(tmp_path: Path) -> None:
+    strategy = Strategy(audit="full", audit_every=3, on_mismatch="warn")
+    seen: list[events.Event] = []
+
+    def run(group: ThreadedGroup) -> None:
+        for _ in range(7):
+            megackpt.save(state(group), tmp_path / "a", strategy, process_group=group)
+
+    with events.watching(seen.append):
+        ThreadedGroup.run(2, run)
+    assert sum(event.stage == "audit" for event in seen) == 2 * 3
+
+
 @pytest.mark.parametrize(
     "options",
-    [{"audit": "all"}, {"on_mismatch": "ignore"}, {"audit_exclude": "a*"}],
+    [
+        {"audit": "all"},
+        {"audit_every": 0},
+        {"on_mismatch": "ignore"},
+        {"audit_exclude": "a*"},
+    ],
 )
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(megackpt.BackendError, match=next(iter(options))):
