@@ -248,6 +248,7 @@ def counted(directory: str, *job: int) -> None:
         (group,) = process_group._known.values()
         sent = group.tree.counts
         counts.append([sent["messages"], sent["bytes"], len(group.tree._links)])
+    dist.barrier()  # a rank that ends closes its connections, which others may count still
     print(json.dumps(counts))
 
 
