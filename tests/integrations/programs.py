@@ -29,6 +29,23 @@ torch.set_num_threads(1)
 exec(compile(open(program).read(), program, "exec"), {"__name__": "__main__"})
 sys.stdout.flush()
 """
+FSDP_ON_CPU = """
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+start = AcceleratorState.__init__
+
+
+def start_with_fsdp(self, *args, fsdp_plugin=None, **options):
+    start(self, *args, fsdp_plugin=fsdp_plugin, **options)
+    if fsdp_plugin is not None:
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = fsdp_plugin
+
+
+AcceleratorState.__init__ = start_with_fsdp
+"""
+"""Before a program: accelerate uses FSDP on accelerators only, and drops the plug-in on CPUs."""
 
 
 UNDISTURBED: dict[tuple[str, int], dict[int, float]] = {}
