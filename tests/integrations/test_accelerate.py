@@ -18,7 +18,9 @@ FSDP = """    cpu=True,
 """
 
 
-@pytest.mark.parametrize("first", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "first", ["ddp", pytest.param("fsdp2", marks=pytest.mark.campaign)]
+)
 def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path, first: str) -> None:
     program = Program("accelerate.md", tmp_path, ranks, *PEERS)
     if first == "ddp":

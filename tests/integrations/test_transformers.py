@@ -8,10 +8,15 @@ import pytest
 
 from megackpt import CheckpointManager
 from tests.conftest import Ranks
-from tests.integrations.programs import Program
+from tests.integrations.programs import FSDP_ON_CPU, Program
 
 pytestmark = [pytest.mark.transformers, pytest.mark.accelerate]
 PEERS = ("huggingface", "accelerate", "")
+PLAIN = "        use_cpu=True,\n"
+FSDP = """        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+"""
 
 
 def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
@@ -20,6 +25,17 @@ def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path) -> None:
     steps = CheckpointManager(tmp_path / "killed/run/transformers").steps()
     assert [step.step for step in steps] == [10, 12]
     assert all(step.complete for step in steps)
+
+
+@pytest.mark.campaign
+def test_a_run_with_fsdp_is_killed_and_resumes_without(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    sharded = Program("transformers.md", tmp_path, ranks, *PEERS)
+    assert PLAIN in sharded.source
+    sharded.source = FSDP_ON_CPU + sharded.source.replace(PLAIN, FSDP)
+    plain = Program("transformers.md", tmp_path, ranks, *PEERS)
+    sharded.survives(2, 1, killed_at=9, saved=2, by=plain)
 
 
 def test_the_best_model_is_kept_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
