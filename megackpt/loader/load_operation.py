@@ -17,6 +17,7 @@ from megackpt.checkpoint import (
     absolute,
     as_read_by,
     backend_of,
+    find_storage,
     open_checkpoint,
     open_same,
 )
@@ -50,7 +51,13 @@ from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Storage
-from megackpt.strategies import StrategyLike, loading
+from megackpt.strategies import (
+    Strategy,
+    StrategyLike,
+    default_strategies,
+    loading,
+    read_config,
+)
 
 T = TypeVar("T")
 
@@ -115,6 +122,20 @@ def load(
             is not trusted.
         RankFailure: other ranks failed or did not answer in time.
     """
+    own = _own_load(sharded_strategy, checkpoint_dir)
+    if own is not None:
+        return own(
+            sharded_state_dict,
+            checkpoint_dir,
+            strict=parse_strict_flag(strict),
+            validate=validate_access_integrity,
+            verify=verify,
+            trusted=trusted_classes(trusted),
+            process_group=process_group,
+            timeout=timeout,
+            key_map=key_map,
+            dtype_policy=dtype_policy.replace("convert", ""),
+        )
     group = group_over(process_group, timeout)
     request = attempt(
         lambda: LoadRequest(
@@ -145,6 +166,18 @@ def load(
                     checkpoint_dir,
                 )
         return _LoadOperation(group, request, timeout).run()
+
+
+def _own_load(given: StrategyLike, directory: str | Path) -> Callable[..., Any] | None:
+    """What performs the load with a strategy of the caller's own, given or registered."""
+    if not isinstance(given, Strategy) and default_strategies["load_sharded"]:
+        config = attempt(lambda: read_config(find_storage(directory))).value
+        if config is not None:
+            name, version = config.sharded_backend, config.sharded_backend_version
+            given = loading(given, name, version)
+    if isinstance(given, Strategy):
+        return given.own("load")
+    return None
 
 
 @dataclass(frozen=True, eq=False)

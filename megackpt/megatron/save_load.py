@@ -17,7 +17,6 @@ from megackpt.errors import CorruptCheckpoint, NotACheckpoint
 from megackpt.megatron.strategy_classes import (
     TorchCommonSaveStrategy,
     callable_strategy,
-    checked,
     get_default_strategy,
 )
 from megackpt.planning.strict import StrictHandling, Strictness
@@ -85,7 +84,7 @@ def load(
     return loader.load(
         sharded_state_dict,
         checkpoint_dir,
-        checked(sharded_strategy),
+        sharded_strategy,
         common_strategy,
         validate_access_integrity,
         strict,
@@ -113,7 +112,7 @@ def save(
     return saver.save(
         sharded_state_dict,
         checkpoint_dir,
-        checked(sharded_strategy),
+        sharded_strategy,
         common_strategy,
         validate_access_integrity,
         async_sharded_save,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from megackpt import converter, loader, saver, strategies
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
-from megackpt.errors import BackendError, CheckpointingException
+from megackpt.errors import CheckpointingException
+from megackpt.megatron import own_load, own_save, own_strategies, shard_distribution
 from megackpt.state import ShardedStateDict, ShardedTensor
 from megackpt.strategies import Strategy, StrategyAction, StrategyLike
 
@@ -18,10 +22,11 @@ async_calls = AsyncCallsQueue()
 
 
 class _OpenStrategy(Strategy):
-    """A Strategy that takes any attribute and compares by identity.
+    """A Strategy that takes any attribute, compares by identity, and may have code of its own.
 
     Callers set attributes on Megatron's strategies and keep them in sets. A Strategy is frozen;
-    attributes have no effect on a save or load.
+    attributes have no effect on a save or load. A class of the caller's with a method ``save``,
+    ``async_save`` or ``load`` saves or loads by it: see ``own_strategies``.
     """
 
     __setattr__ = object.__setattr__
@@ -29,9 +34,36 @@ class _OpenStrategy(Strategy):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
+    # A derived class need not call __init__.
+    options: Any = MappingProxyType({})
+    base_strategy: Any = None
+
     @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
+    def can_handle_sharded_objects(self) -> Any:
+        """False: Megatron's common strategy stores objects, the strategy gets tensors only."""
+        if isinstance(self.base_strategy, _OpenStrategy):
+            return self.base_strategy.can_handle_sharded_objects
+        return isinstance(self, _FORMATS) or not self._has_own(
+            "save", "async_save", "load"
+        )
+
+    def own(self, method: str) -> Callable[..., Any] | None:
+        if own_strategies.is_inner():
+            return None
+        if method == "save" and self._has_own("save", "async_save"):
+            return partial(own_save.save, self)
+        if method == "load" and self._has_own("load"):
+            return partial(own_load.load, self)
+        return None
+
+    def _has_own(self, *methods: str) -> bool:
+        """Does a class that is not ours define one of these methods, here or in the base?"""
+        for kind in type(self).__mro__:
+            is_ours = kind.__module__.startswith("megackpt.")
+            if not is_ours and not vars(kind).keys().isdisjoint(methods):
+                return True
+        base = self.base_strategy
+        return isinstance(base, _OpenStrategy) and base._has_own(*methods)
 
 
 class SaveStrategyBase(_OpenStrategy):
@@ -45,8 +77,13 @@ class SaveShardedStrategy(SaveStrategyBase):
         checkpoint_dir: Directory,
         async_strategy: str = "nvrx",
     ) -> None:
-        """Save this as a checkpoint of its own, which is complete when this returns."""
-        saver.save(sharded_state_dict, checkpoint_dir, self)
+        """Save this as a checkpoint of its own, which is complete when this returns.
+
+        Where a class of the caller's calls it for the directory that it was given, it performs
+        the save that the class is used for.
+        """
+        run = own_strategies.outer_run(checkpoint_dir, saver.save)
+        run(sharded_state_dict, checkpoint_dir, self)
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
@@ -67,9 +104,8 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         async_strategy: str = "nvrx",
     ) -> AsyncRequest:
         """Begin to save this; the request is for an AsyncCallsQueue."""
-        request = saver.save(
-            sharded_state_dict, checkpoint_dir, self, async_sharded_save=True
-        )
+        run = own_strategies.outer_run(checkpoint_dir, saver.save)
+        request = run(sharded_state_dict, checkpoint_dir, self, async_sharded_save=True)
         return cast("AsyncRequest", request)
 
 
@@ -93,10 +129,11 @@ class LoadShardedStrategy(LoadStrategyBase):
         async_strategy: str = "nvrx",
     ) -> Any:
         """Load what the state asks for, without the rest of the common state."""
-        loaded = loader.load(
-            sharded_state_dict, checkpoint_dir, self, validate_access_integrity=False
+        alone = partial(loader.load, validate_access_integrity=False)
+        run = own_strategies.outer_run(checkpoint_dir, alone)
+        return _select(
+            sharded_state_dict, run(sharded_state_dict, checkpoint_dir, self)
         )
-        return _select(sharded_state_dict, loaded)
 
     def load_tensors_metadata(
         self, checkpoint_dir: Directory, metadata: Any = None
@@ -106,6 +143,8 @@ class LoadShardedStrategy(LoadStrategyBase):
     def load_sharded_metadata(
         self, checkpoint_dir: Directory
     ) -> loader.metadata.CkptShardedMetadata:
+        if not self.can_handle_sharded_objects:
+            return dict(self.load_tensors_metadata(checkpoint_dir))
         return loader.load_sharded_metadata(checkpoint_dir, self)
 
     def remove_sharded_tensors(
@@ -176,7 +215,10 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
 class FullyParallelSaveStrategyWrapper(
     AsyncSaveShardedStrategy, strategies.FullyParallelSaveStrategyWrapper
 ):
-    """``megackpt.FullyParallelSaveStrategyWrapper`` with Megatron's further arguments."""
+    """``megackpt.FullyParallelSaveStrategyWrapper`` with Megatron's further arguments.
+
+    Around a strategy with a ``save`` of its own, it distributes the main replicas as Megatron does.
+    """
 
     def __init__(
         self,
@@ -191,11 +233,50 @@ class FullyParallelSaveStrategyWrapper(
             self, strategy, parallelization_group, do_cache_distribution
         )
 
+    def save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> None:
+        save = super().save
+        if self._has_own("save", "async_save"):
+            self.apply_saving_parallelization(sharded_state_dict)
+            save = self.base_strategy.save
+        save(sharded_state_dict, checkpoint_dir)
+
+    def async_save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> AsyncRequest:
+        if not self._has_own("save", "async_save"):
+            return super().async_save(sharded_state_dict, checkpoint_dir)
+        if not isinstance(self.base_strategy, AsyncSaveShardedStrategy):
+            raise CheckpointingException(
+                f"Cannot apply async_save to non-async base strategy {self.base_strategy}"
+            )
+        self.apply_saving_parallelization(sharded_state_dict)
+        return self.base_strategy.async_save(sharded_state_dict, checkpoint_dir)
+
+    def apply_saving_parallelization(
+        self, sharded_state_dict: ShardedStateDict
+    ) -> None:
+        """Set the replica ids, in place: 0 on the rank that saves a shard. Collective."""
+        _apply_distribution(self, sharded_state_dict, ignore_groups=False)
+
 
 class FullyParallelLoadStrategyWrapper(
     LoadShardedStrategy, strategies.FullyParallelLoadStrategyWrapper
 ):
-    """``megackpt.FullyParallelLoadStrategyWrapper`` with Megatron's further arguments."""
+    """``megackpt.FullyParallelLoadStrategyWrapper`` with Megatron's further arguments.
+
+    Around a strategy with a ``load`` of its own, it loads each shard on one rank of the group, and
+    exchanges them.
+    """
+
+    cached_distribution: Any = None
 
     def __init__(
         self,
@@ -211,6 +292,76 @@ class FullyParallelLoadStrategyWrapper(
         strategies.FullyParallelLoadStrategyWrapper.__init__(
             self, strategy, parallelization_group, do_cache_distribution, exchange_algo
         )
+        self.exchange_algo = exchange_algo
+
+    def load(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: Directory,
+        async_strategy: str = "nvrx",
+    ) -> Any:
+        if not self._has_own("load"):
+            return super().load(sharded_state_dict, checkpoint_dir)
+        distribution = self.apply_loading_parallelization(sharded_state_dict)
+        if distribution is None:
+            return self.base_strategy.load(sharded_state_dict, checkpoint_dir)
+        return shard_distribution.load_and_exchange(
+            self.base_strategy.load,
+            sharded_state_dict,
+            checkpoint_dir,
+            distribution,
+            self.parallelization_group,
+            self.exchange_algo,
+        )
+
+    def apply_loading_parallelization(
+        self, sharded_state_dict: ShardedStateDict
+    ) -> shard_distribution.ShardDistribution | None:
+        """Set the replica ids, in place: 0 on the rank that loads a shard. Collective.
+
+        Returns the distribution; None for a group of one rank.
+        """
+        return _apply_distribution(self, sharded_state_dict, ignore_groups=True)
+
+    def load_tensors_metadata(
+        self, checkpoint_dir: Directory, metadata: Any = None
+    ) -> dict[str, ShardedTensor]:
+        if not self._has_own("load"):
+            return super().load_tensors_metadata(checkpoint_dir)
+        return dict(self.base_strategy.load_tensors_metadata(checkpoint_dir))
+
+    def load_sharded_metadata(
+        self, checkpoint_dir: Directory
+    ) -> loader.metadata.CkptShardedMetadata:
+        if not self._has_own("load"):
+            return super().load_sharded_metadata(checkpoint_dir)
+        return dict(self.base_strategy.load_sharded_metadata(checkpoint_dir))
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        if self._has_own("load"):
+            self.base_strategy.check_backend_compatibility(loaded_backend)
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        if self._has_own("load"):
+            self.base_strategy.check_version_compatibility(loaded_version)
+
+
+def _apply_distribution(
+    wrapper: Any, state: ShardedStateDict, *, ignore_groups: bool
+) -> shard_distribution.ShardDistribution | None:
+    group = wrapper.parallelization_group
+    distribution: shard_distribution.ShardDistribution | None
+    distribution = wrapper.cached_distribution
+    if distribution is None:
+        distribution = shard_distribution.determine_main_replica_uniform_distribution(
+            state, group, ignore_groups
+        )
+    shard_distribution.distribute_main_replicas_with_precomputed_distribution(
+        state, group, distribution
+    )
+    if wrapper.do_cache_distribution:
+        wrapper.cached_distribution = distribution
+    return distribution
 
 
 class TwoStageDataParallelLoadShardedStrategy(FullyParallelLoadStrategyWrapper):
@@ -276,6 +427,12 @@ def warmup_persistent_caller(*_: Any, **__: Any) -> None:
     """Do nothing: a queue starts its worker with the first save, in some hundredths of a second."""
 
 
+_FORMATS = (
+    TorchDistSaveShardedStrategy,
+    TorchDistLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+    ZarrLoadShardedStrategy,
+)
 _CLASSES: dict[tuple[StrategyAction, str], type[_OpenStrategy]] = {
     (StrategyAction.SAVE_SHARDED, "torch_dist"): TorchDistSaveShardedStrategy,
     (StrategyAction.SAVE_SHARDED, "zarr"): ZarrSaveShardedStrategy,
@@ -314,25 +471,6 @@ def get_default_strategy(
     """
     found = strategies.get_default_strategy(action, backend, version)
     return callable_strategy(action, found)
-
-
-def checked(given: Any) -> Any:
-    """``given``, a strategy for save or load, unless its class overrides a method of ours.
-
-    Raises BackendError then: save and load would not call that method.
-    """
-    inner = given
-    while getattr(inner, "base_strategy", None) is not None:
-        inner = inner.base_strategy
-    for kind in type(inner).__mro__ if isinstance(inner, _OpenStrategy) else ():
-        own = {"save", "async_save", "load"}.intersection(vars(kind))
-        if own and not kind.__module__.startswith("megackpt."):
-            raise BackendError(
-                f"{kind.__module__}.{kind.__qualname__} has a {min(own)}() of its own, which is "
-                "not called here: a format of your own is a megackpt.backends.base.Backend "
-                "(docs/adding-a-backend.md)"
-            )
-    return given
 
 
 def _select(asked: Any, loaded: Any) -> Any:

@@ -15,10 +15,6 @@ REFUSALS = {
         "it is a step of save or load, which take a state apart and check it by themselves: "
         "call these"
     ),
-    "refused-exchange": (
-        "who writes, who reads, and how ranks exchange data is planned within save and load: "
-        "call these"
-    ),
     "refused-dcp": (
         "tensors do not pass through torch DCP here: call save or load, or use the planners, "
         "readers and writers of megackpt.dcp"
@@ -57,10 +53,11 @@ megackpt.tree: dict_list_map_inplace dict_list_map_outplace diff extract_matchin
 refused-line: dict_map dict_map_with_key inspect_types nested_items_iter
 
 [exchange_utils]
-refused-exchange: ShardDistribution determine_main_replica_uniform_distribution
-    distribute_shards_to_ranks exchange_by_distribution exchange_loaded_objects_gather_object
-    exchange_loaded_tensors_broadcast exchange_loaded_tensors_gather_object
-    exchange_loaded_tensors_gather_rounds is_float8tensor
+megackpt.megatron.shard_distribution: ShardDistribution
+    determine_main_replica_uniform_distribution distribute_shards_to_ranks exchange_by_distribution
+    exchange_loaded_objects_gather_object exchange_loaded_tensors_broadcast
+    exchange_loaded_tensors_gather_object exchange_loaded_tensors_gather_rounds
+refused-fp8: is_float8tensor
 
 [mapping]
 megackpt: CheckpointingException LocalNonpersistentObject ShardedObject ShardedTensor
@@ -112,13 +109,13 @@ megackpt.megatron.strategy_classes: LoadCommonStrategy SaveCommonStrategy
 refused-common: save_common
 
 [strategies.filesystem_async]
-megackpt.megatron.torch_dcp: FileSystemWriterAsync
+megackpt.megatron.torch_dcp: FileSystemWriterAsync _results_queue
 refused-dcp: get_write_results_queue
 
 [strategies.fully_parallel]
 megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy FullyParallelLoadStrategyWrapper
     FullyParallelSaveStrategyWrapper LoadShardedStrategy
-refused-exchange: distribute_main_replicas_with_precomputed_distribution
+megackpt.megatron.shard_distribution: distribute_main_replicas_with_precomputed_distribution
 
 [strategies.resharding]
 refused-flat: TensorReformulationMetadata apply_nd_flattened_tensors_reformulation
@@ -136,9 +133,10 @@ megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy LoadShardedStrategy
     MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy
     register_default_torch_strategies
 megackpt.megatron.torch_dcp: CachedMetadataFileSystemReader CheckpointableShardedTensor
-    FileSystemWriterAsync LocalShardsContainer
-refused-dcp: MCoreLoadPlanner MCoreSavePlanner flatten_state_dict get_async_strategy
-    mcore_to_pyt_state_dict sharded_tensor_to_torch_sharded_tensor
+    FileSystemWriterAsync LocalShardsContainer MCoreLoadPlanner MCoreSavePlanner
+    _replace_sharded_keys_with_state_dict_keys _replace_state_dict_keys_with_sharded_keys
+    _unwrap_pyt_sharded_tensor flatten_state_dict get_async_strategy mcore_to_pyt_state_dict
+refused-dcp: sharded_tensor_to_torch_sharded_tensor
 
 [strategies.two_stage]
 megackpt.megatron.strategy_classes: TwoStageDataParallelLoadShardedStrategy

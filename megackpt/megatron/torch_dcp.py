@@ -1,25 +1,32 @@
-"""Megatron's classes for stock torch DCP: tensors that it saves and loads, a writer, a reader."""
+"""Megatron's names for torch DCP: tensors that it saves and loads, planners, a writer, a reader."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from megackpt import dcp
+from megackpt import dcp, serialization, tree
+from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.errors import CheckpointingException, ShardingError
-from megackpt.state import ShardedTensor
+from megackpt.state import ShardedTensor, is_main_replica
 
 
 class _Checkpointable(torch.Tensor):
@@ -29,6 +36,7 @@ class _Checkpointable(torch.Tensor):
     """
 
     _shards: Sequence[ShardedTensor]
+    """Those of ``_sh_ten`` or ``_local_shards``, which callers read."""
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         items = []
@@ -95,11 +103,15 @@ def _data_of(shard: ShardedTensor) -> torch.Tensor:
 class CheckpointableShardedTensor(_Checkpointable):
     """One shard."""
 
+    _data: torch.Tensor
+    _sh_ten: ShardedTensor
+
     @staticmethod
     def __new__(
         cls, data: torch.Tensor, sh_ten: ShardedTensor
     ) -> CheckpointableShardedTensor:
         made: CheckpointableShardedTensor = _wrapper(cls, [sh_ten])
+        made._data, made._sh_ten = data, sh_ten
         return made
 
     @classmethod
@@ -110,6 +122,8 @@ class CheckpointableShardedTensor(_Checkpointable):
 class LocalShardsContainer(_Checkpointable):
     """Several shards of one tensor on one rank."""
 
+    _local_shards: Sequence[CheckpointableShardedTensor]
+
     @staticmethod
     def __new__(
         cls, local_shards: Sequence[CheckpointableShardedTensor]
@@ -118,8 +132,181 @@ class LocalShardsContainer(_Checkpointable):
             raise ShardingError(
                 "a LocalShardsContainer holds one CheckpointableShardedTensor at least"
             )
-        made: LocalShardsContainer = _wrapper(cls, [s._shards[0] for s in local_shards])
+        made: LocalShardsContainer = _wrapper(cls, [s._sh_ten for s in local_shards])
+        made._local_shards = local_shards
         return made
+
+
+def flatten_state_dict(state_dict: Any) -> tuple[dict[str, Any], dict[str, tree.Path]]:
+    """The leaves by their paths, joined by dots; and the paths by these names.
+
+    Raises ValueError for two paths of one name.
+    """
+    flattened, mappings = {}, {}
+    for path, leaf in tree.walk(state_dict):
+        name = ".".join(map(str, path))
+        if name in flattened:
+            raise ValueError(f"duplicated flatten key {name}")
+        flattened[name], mappings[name] = leaf, path
+    return flattened, mappings
+
+
+def _replace_state_dict_keys_with_sharded_keys(
+    sharded_state_dict: Any, keep_only_main_replica: bool = False
+) -> tuple[dict[str, list[Any]], dict[str, tree.Path], dict[str, list[str]]]:
+    """The shards by their keys (objects: unique keys), and what restores the state from them."""
+    flattened, mappings = flatten_state_dict(sharded_state_dict)
+    shards: dict[str, list[Any]] = {}
+    names: dict[str, list[str]] = {}
+    for name, shard in flattened.items():
+        if is_main_replica(shard.replica_id) or not keep_only_main_replica:
+            key = getattr(shard, "unique_key", shard.key)
+            shards.setdefault(key, []).append(shard)
+            names.setdefault(key, []).append(name)
+    return shards, mappings, names
+
+
+def _replace_sharded_keys_with_state_dict_keys(
+    state_dict: Mapping[str, list[Any]],
+    flat_mapping: Mapping[str, tree.Path],
+    rename_mapping: Mapping[str, list[str]],
+) -> Any:
+    """Undo ``_replace_state_dict_keys_with_sharded_keys``."""
+    found: dict[str, Any] = {}
+    for key, values in state_dict.items():
+        found.update(zip(rename_mapping[key], values, strict=True))
+    return unflatten_state_dict(found, dict(flat_mapping))
+
+
+def mcore_to_pyt_state_dict(
+    state_dict: Mapping[str, list[Any]],
+    is_loading: bool = False,
+    init_device: Any = "cpu",
+    load_legacy_1d_flatten_tensors: bool = False,
+) -> dict[str, Any]:
+    """For torch DCP: tensors as Checkpointable ones, objects as the bytes of their list.
+
+    For a load, absent data is made on ``init_device``; tensors that allow a shape mismatch are
+    zeroed.
+    """
+    result: dict[str, Any] = {}
+    for key, shards in state_dict.items():
+        if not isinstance(shards[0], ShardedTensor):
+            values = [shard.data for shard in shards]
+            result[key] = io.BytesIO(serialization.dump(values))
+            continue
+        for shard in shards:
+            if is_loading:
+                shard.init_data(init_device)
+            if is_loading and shard.allow_shape_mismatch:
+                shard.data.detach().zero_()
+        held = [CheckpointableShardedTensor.from_sh_ten(shard) for shard in shards]
+        result[key] = held[0] if len(held) == 1 else LocalShardsContainer(held)
+    return result
+
+
+def _unwrap_pyt_sharded_tensor(sh_ten: Any) -> Any:
+    """The data of the shards; other values stay."""
+    if isinstance(sh_ten, _Checkpointable):
+        return [shard.data for shard in sh_ten._shards]
+    return sh_ten
+
+
+class MCoreSavePlanner(dcp.SavePlanner):
+    """``megackpt.dcp.SavePlanner`` for what ``mcore_to_pyt_state_dict`` returns.
+
+    Every rank plans its own bytes. ``dedup_replicated_tensors`` has no effect.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        dedup_replicated_tensors: bool | None = None,
+        can_run_decentralized_global_plan: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.can_run_decentralized_global_plan = can_run_decentralized_global_plan
+        if can_run_decentralized_global_plan and self.flatten_state_dict:
+            raise CheckpointingException(
+                "MCoreSavePlanner takes flatten_state_dict=False, or "
+                "can_run_decentralized_global_plan=False"
+            )
+
+    def create_local_plan(self) -> SavePlan:
+        items = []
+        for key, value in self.state_dict.items():
+            items += _create_write_items(key, value)
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def create_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
+        return local_plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The object: it is bytes already, or a tensor."""
+        return object
+
+
+class MCoreLoadPlanner(dcp.LoadPlanner):
+    """``megackpt.dcp.LoadPlanner`` that compares global shapes.
+
+    Those of ``shapes_validation_sharded_tensors`` must be the stored ones; the tensors of
+    ``allow_shape_mismatch_sharded_tensors``, by key, may have others.
+    Raises CheckpointingException ("Global shape mismatch"), KeyError for a key that is not stored.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        shapes_validation_sharded_tensors: Iterable[ShardedTensor] = (),
+        allow_shape_mismatch_sharded_tensors: Mapping[str, ShardedTensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.shapes_validation_sharded_tensors = shapes_validation_sharded_tensors
+        self.allow_shape_mismatch_sharded_tensors = allow_shape_mismatch_sharded_tensors
+
+    def create_local_plan(self) -> LoadPlan:
+        stored: dict[str, Any] = cast(Metadata, self.metadata).state_dict_metadata
+        for shard in self.shapes_validation_sharded_tensors:
+            if shard.key not in stored:
+                raise KeyError(
+                    f"{shard.key} from model not in state dict: {sorted(stored)}"
+                )
+            if tuple(stored[shard.key].size) != tuple(shard.global_shape):
+                raise CheckpointingException(
+                    f"Global shape mismatch for loaded ({stored[shard.key].size}) and expected "
+                    f"({shard.global_shape}) tensor for key {shard.key}"
+                )
+        flexible = dict(self.allow_shape_mismatch_sharded_tensors or {})
+        sizes = {key: stored[key].size for key in flexible}
+        try:
+            # torch compares the sizes of tensors with the stored ones.
+            for key, shard in flexible.items():
+                stored[key].size = torch.Size(shard.global_shape)
+            return super().create_local_plan()
+        finally:
+            for key, size in sizes.items():
+                stored[key].size = size
+
+
+def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> Any:
+    """("mcore", our counterparts by name), or one of these by name: one engine serves both."""
+    names: dict[str, Any] = {
+        "AsyncCallsQueue": AsyncCallsQueue,
+        "AsyncRequest": AsyncRequest,
+        "CachedMetadataFileSystemReader": CachedMetadataFileSystemReader,
+        "FileSystemWriterAsync": FileSystemWriterAsync,
+        "_results_queue": _results_queue,
+        "save_state_dict_async_finalize": dcp.save_state_dict_async_finalize,
+        "save_state_dict_async_plan": dcp.save_state_dict_async_plan,
+    }
+    return "mcore", names[module] if module else names
+
+
+_results_queue = None
+"""No worker has such a queue here; Megatron's training imports the name."""
 
 
 class FileSystemWriterAsync(dcp.FileSystemWriterAsync):

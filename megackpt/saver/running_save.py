@@ -179,6 +179,30 @@ class RunningSave:
         self.total.operation.bytes = reply
         events.finish(self.total)
 
+    def publish(
+        self,
+        get: Callable[[], T],
+        manifest_of: Callable[[list[T]], Manifest],
+        backend: Backend,
+    ) -> None:
+        """As ``commit``, of the manifest that ``manifest_of`` makes of the results of ``get``."""
+
+        @events.stage("commit")
+        def work(results: list[T]) -> int:
+            manifest = manifest_of(results)
+            self.on_storage("commit", partial(self._commit, backend, manifest))
+            return int(manifest.chunks.length.sum())
+
+        written = self.group.reduce_broadcast("write", get, work)
+        self.total.operation.bytes = written
+        events.finish(self.total)
+
+    def drop(self) -> None:
+        """End without a result: another save has taken its place. On each rank alone."""
+        if self.transaction is not None:
+            self.transaction.abort()
+        events.finish(self.total)
+
     def _commit(self, backend: Backend, manifest: Manifest, advance: Advance) -> None:
         place = cast(Transaction, self.transaction)
 

@@ -54,7 +54,7 @@ from megackpt.staging.copy import copy_to_host
 from megackpt.staging.devices import synchronize
 from megackpt.staging.source import TensorSource
 from megackpt.state import ShardedStateDict, pickled
-from megackpt.strategies import COMMON_IS_KEPT, StrategyLike
+from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.saver")
 
@@ -126,6 +126,21 @@ def save(
         raise NotImplementedError(
             f"a common_strategy is not supported: {COMMON_IS_KEPT}"
         )
+    own = attempt(lambda: resolve(sharded_strategy).own("save")).value
+    if own is not None:
+        later: AsyncRequest | None = own(
+            sharded_state_dict,
+            checkpoint_dir,
+            validate=validate_access_integrity,
+            asynchronous=async_sharded_save,
+            comparable=preprocess_common_before_consistancy_check,
+            content_metadata=content_metadata,
+            overwrite=overwrite,
+            allow_large_common_state=allow_large_common_state,
+            process_group=process_group,
+            timeout=timeout,
+        )
+        return later
     group = group_over(process_group, timeout)
     operation = RunningSave(group, str(checkpoint_dir), timeout)
 
@@ -154,7 +169,7 @@ def save(
             request = declared.get()
             part = cached
         else:
-            request, part = _make_plan(operation, declared, started)
+            request, part = make_plan(operation, declared, started)
         operation.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
@@ -238,7 +253,7 @@ def _all_ranks_reuse(
     return agreed
 
 
-def _make_plan(
+def make_plan(
     operation: RunningSave,
     declared: Attempt[SaveRequest],
     started: Attempt[Transaction | None],

@@ -60,6 +60,7 @@ class SaveRequest:
 
     Attributes:
         format: name and version of the format.
+        state: the caller's, with factories replaced by their products.
         checked: whether the declarations and the common states of all ranks are validated.
         compared: with ``checked``, the view of the common state that ranks compare.
         fingerprint: equal for requests that one plan serves; None if that cannot be known.
@@ -76,6 +77,7 @@ class SaveRequest:
     format: str
     policy: SavePolicy
     overwrite: bool
+    state: Mapping[Any, Any]
     shards: Sequence[ShardedTensor | ShardedObject]
     common: Mapping[Any, Any]
     checked: bool
@@ -159,6 +161,7 @@ class SaveRequest:
             format=named,
             policy=policy,
             overwrite=overwrite,
+            state=extracted.state,
             shards=extracted.shards,
             common=common,
             checked=validate,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -119,6 +119,10 @@ class Strategy:
     def make_reader(self, version: int | None = None) -> Backend:
         """The backend to read a checkpoint of this version with (None: the newest)."""
         return backend_named(self.backend, version, **self.options)
+
+    def own(self, method: str) -> Callable[..., Any] | None:  # noqa: ARG002
+        """What performs ``save`` or ``load`` with a class that has its own code for it."""
+        return None
 
 
 StrategyLike = str | tuple[str, int] | Strategy | Backend | None

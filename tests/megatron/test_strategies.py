@@ -312,30 +312,6 @@ def test_separation_hint(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "ckpt").glob("w*")] == ["w__0_0.distcp"]
 
 
-def test_a_class_of_the_callers_own(tmp_path: Path) -> None:
-    class Named(TorchDistSaveShardedStrategy):
-        """What is inherited is ours: taken."""
-
-    class Own(TorchDistSaveShardedStrategy):
-        def async_save(self, *_: Any, **__: Any) -> Any:
-            raise AssertionError("nobody calls this")
-
-    class OwnLoad(TorchDistLoadShardedStrategy):
-        def load(self, *_: Any, **__: Any) -> Any:
-            raise AssertionError("nobody calls this")
-
-    save(state(WEIGHT), tmp_path / "ckpt", Named())
-    for strategy in (Own(), FullyParallelSaveStrategyWrapper(Own())):
-        with pytest.raises(
-            megackpt.BackendError, match=r"Own has a async_save\(\) of its own"
-        ):
-            save(state(WEIGHT), tmp_path / "ckpt", strategy)
-    with pytest.raises(
-        megackpt.BackendError, match=r"OwnLoad has a load\(\) of its own"
-    ):
-        load(state(WEIGHT.clone()), tmp_path / "ckpt", OwnLoad())
-
-
 def test_registered_strategies_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_strategies, "save_sharded", {})
     mine = TorchDistSaveShardedStrategy(thread_count=1)

@@ -1,0 +1,60 @@
+"""Messages over the caller's own process group, as Megatron's strategies send them.
+
+A save or load of ours uses ``Group`` instead, which raises an error of any rank on all ranks.
+Here a rank that fails leaves the others waiting until torch's timeout. All functions but the
+questions are collective over the group (None: all ranks).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def rank_and_size(process_group: Any = None) -> tuple[int, int]:
+    """The rank in the group, and its size: (0, 1) where torch.distributed is not initialised."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
+def gather_all(value: Any, process_group: Any = None) -> list[Any]:
+    """The values of all ranks, in rank order. They are pickled."""
+    import torch.distributed as dist
+
+    _, size = rank_and_size(process_group)
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def message_device(process_group: Any = None) -> torch.device:
+    """The device of the tensors that the group sends: NCCL sends from GPUs only."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend(process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def broadcast(tensor: torch.Tensor, source: int, process_group: Any = None) -> None:
+    """Fill ``tensor`` with that of rank ``source`` of the group, of equal shape and dtype.
+
+    It is sent as bytes, because gloo does not know every dtype.
+    """
+    import torch
+    import torch.distributed as dist
+
+    group: Any = process_group or dist.group.WORLD
+    device = message_device(group)
+    flat = tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+    dist.broadcast(flat, src=dist.get_global_rank(group, source), group=group)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.dtype).reshape(tensor.shape))

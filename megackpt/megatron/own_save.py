@@ -1,0 +1,276 @@
+"""A save by a strategy of the caller's own: see ``own_strategies``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+
+from megackpt import checkpoint, saver, serialization, strategies, tree
+from megackpt.async_save import AsyncRequest, Pending
+from megackpt.backends.base import CONFIG
+from megackpt.backends.object_files import COMMON_FILE
+from megackpt.distributed import attempt, group_over
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    join_truncated,
+    name_ranks,
+)
+from megackpt.megatron.own_strategies import (
+    Outer,
+    OwnFormat,
+    files_below,
+    handled,
+    local_path,
+    running,
+)
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import (
+    COMMON,
+    DIGEST_BLOCK,
+    OBJECT,
+    Manifest,
+    TensorEntry,
+    TensorMeta,
+    digest_rows,
+)
+from megackpt.saver.running_save import RunningSave
+from megackpt.saver.save_operation import make_plan
+from megackpt.saver.save_request import SaveRequest
+from megackpt.state import ShardedBase, ShardedObject
+from megackpt.storage import Storage, digest
+from megackpt.strategies import Strategy
+
+File = tuple[str, int, bytes]
+"""Name, size, digests."""
+
+
+def save(
+    strategy: Any,
+    state: Any,
+    directory: Any,
+    *,
+    asynchronous: bool,
+    process_group: Any,
+    timeout: Any,
+    **options: Any,
+) -> AsyncRequest | None:
+    """A save by the strategy. ``options`` are those of ``SaveRequest.of``."""
+    group = group_over(process_group, timeout)
+    operation = RunningSave(group, str(directory), timeout)
+    backend = OwnFormat(strategy.backend, strategy.version or 1)
+    with operation.running():
+        declared = attempt(
+            lambda: SaveRequest.of(
+                state, local_path(directory), backend, group, **options
+            )
+        )
+        started = operation.begin(declared, None)
+        request, part = make_plan(operation, declared, started)
+    own = _OwnSave(
+        strategy, backend, operation, request, part.save_id, process_group, asynchronous
+    )
+    written = attempt(own.write)
+    own.agree(written.get)
+    if own.outer.inner:
+        operation.drop()  # the engine has committed it, or its request will
+        return written.value
+    if not asynchronous:
+        own.commit()
+        return None
+    later = cast(AsyncRequest, written.get())
+    task = later.prepare(process_group).task
+
+    def outcome() -> None:
+        task.get()
+        for function in later.finalize_fns:
+            function()
+
+    def conclude() -> None:
+        own.agree(outcome)
+        own.commit()
+
+    pending = Pending(task, group, conclude, operation.give_up)
+    return AsyncRequest(pending, (), [pending.conclude])
+
+
+@dataclass(eq=False)
+class _OwnSave:
+    """One save by a strategy, on one rank, after the declarations have been checked."""
+
+    strategy: Any
+    backend: OwnFormat
+    operation: RunningSave
+    request: SaveRequest
+    save_id: str
+    process_group: Any
+    asynchronous: bool
+    outer: Outer = field(init=False)
+    root: Storage = field(init=False)
+
+    def write(self) -> AsyncRequest | None:
+        """Call the strategy. Returns its request if the save is asynchronous."""
+        strategy = self.strategy
+        self.outer = Outer("", self.run_engine)
+        request = None
+        with checkpoint.staging_storage(self.request.directory, self.save_id) as root:
+            self.root = root
+            # A directory of its own in the staging directory, with the name of the final one.
+            path = os.path.join(root.location, os.path.basename(self.request.directory))
+            os.makedirs(path, exist_ok=True)
+            self.outer.path = os.path.realpath(path)
+            given = _save_objects(strategy, self.request, root)
+            with running(self.outer):
+                if not self.asynchronous:
+                    strategy.save(given, path)
+                elif not hasattr(strategy, "async_save"):
+                    raise CheckpointingException(
+                        f"Cannot apply async_save to non-async strategy {strategy}"
+                    )
+                else:
+                    request = strategy.async_save(given, path)
+        if self.asynchronous and not isinstance(request, AsyncRequest):
+            raise CheckpointingException(
+                f"async_save of {strategy} must return an AsyncRequest, not {request!r}"
+            )
+        if self.outer.inner:
+            self.refuse_others()
+        return request
+
+    def run_engine(self, given: Any, _: Any, inner: Strategy, **chosen: Any) -> Any:
+        """The save of the engine, to the same directory and with the same common state."""
+        self.refuse_others()
+        request = self.request
+        state = dict(request.common)
+        for leaf in tree.nested_values(given):
+            if isinstance(leaf, ShardedBase):
+                state[f"megackpt.{len(state)}"] = leaf
+        return saver.save(
+            state,
+            request.directory,
+            inner,
+            validate_access_integrity=request.checked,
+            overwrite=request.overwrite,
+            allow_large_common_state=True,
+            # It has been compared.
+            preprocess_common_before_consistancy_check=lambda _: {},
+            process_group=self.process_group,
+            timeout=self.operation.timeout,
+            **chosen,
+        )
+
+    def refuse_others(self) -> None:
+        """BackendError for files that the strategy writes beside a save of the engine."""
+        found = os.walk(self.outer.path)  # nothing, when the engine has committed
+        extra = [name for _, _, names in found for name in names]
+        if extra:
+            raise BackendError(
+                f"the strategy has written {join_truncated(extra, 5, ', ')} beside the save of the "
+                "method that it overrides, which commits a directory of its own: write these "
+                "files into the directory after the save"
+            )
+
+    def agree(self, outcome: Callable[[], object]) -> None:
+        """Raise the error of any rank on all ranks, and end the save then. Collective.
+
+        It is a call of its own: the strategy may have made others, of the engine. Whether it has
+        must be so on all ranks.
+        """
+
+        def work() -> bool:
+            outcome()
+            return bool(self.outer.inner)
+
+        def decide(found: list[bool]) -> None:
+            if len(set(found)) > 1:
+                ranks = [rank for rank, inner in enumerate(found) if inner]
+                raise BackendError(
+                    f"the strategy calls the method that it overrides on {name_ranks(ranks)}, and "
+                    "not on the others"
+                )
+
+        try:
+            with group_over(self.process_group, self.operation.timeout) as group:
+                group.reduce_broadcast("write", work, decide)
+        except BaseException:
+            with self.operation.running():
+                raise
+
+    def collect(self) -> list[str]:
+        """On rank 0: move the strategy's files up, and list all. Ours have priority."""
+        for name in os.listdir(self.outer.path):
+            target = os.path.join(self.root.location, name)
+            if name not in (checkpoint.INDEX, CONFIG, COMMON_FILE):
+                os.rename(os.path.join(self.outer.path, name), target)
+        self.root.delete(os.path.basename(self.outer.path))
+        return files_below(self.root)
+
+    def commit(self) -> None:
+        """Make the files of all ranks the checkpoint. Collective. Each rank reads a part of them."""
+        operation, backend = self.operation, self.backend
+        group = operation.group
+        name, version = backend.properties.name, backend.properties.version
+        known = attempt(lambda: strategies.reader_of(name, version)).value
+
+        def manifest_of(parts: Sequence[Sequence[File]]) -> Manifest:
+            if known is None or known.properties.name != name:
+                return _manifest(part for rank in parts for part in rank)
+            manifest = known.read_manifest(self.root)
+            backend.properties = replace(  # type: ignore[misc]
+                backend.properties, encoding=manifest.encoding
+            )
+            return manifest
+
+        with operation.running():
+            names = group.broadcast("files", self.collect)
+            share = names[group.rank :: group.size]
+            operation.publish(
+                lambda: [_synced(self.root, file) for file in share],
+                manifest_of,
+                backend,
+            )
+
+
+def _save_objects(strategy: Any, request: SaveRequest, root: Storage) -> Any:
+    """Write what the strategy does not: the common state and, if it handles tensors only, objects.
+
+    Returns the state for the strategy. Its declarations are copies, so it may change them.
+    """
+    files: dict[str, bytes] = {}
+    for row in np.flatnonzero(request.declared.main).tolist():
+        if row == len(request.shards):
+            files[COMMON_FILE] = request.held()[row]()  # type: ignore[operator]
+            continue
+        shard = request.shards[row]
+        if isinstance(shard, ShardedObject) and not strategy.can_handle_sharded_objects:
+            files[f"{shard.unique_key}.pt"] = serialization.dump(shard.data)
+    root.put_new(files)
+    return tree.dict_list_map_outplace(copy, handled(strategy, request.state))
+
+
+def _manifest(files: Iterable[File]) -> Manifest:
+    entries, rows, digests = [], [], []
+    for number, (name, size, found) in enumerate(sorted(files)):
+        entry = TensorEntry(name, TensorMeta((), OBJECT))
+        entries.append(COMMON if name == COMMON_FILE else entry)
+        rows.append((number, Box((), ()), name, 0, size))
+        digests.append(found)
+    manifest = Manifest.of(entries, rows)
+    chunks = replace(manifest.chunks, digests=digest_rows(b"".join(digests)))
+    return replace(manifest, chunks=chunks)
+
+
+def _synced(root: Storage, name: str) -> File:
+    """Make a file durable, and read it for its digests."""
+    found, size = [], 0
+    with open(os.path.join(root.location, name), "rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(DIGEST_BLOCK):
+            found.append(digest(block))
+            size += len(block)
+    return name, size, b"".join(found)

@@ -1,0 +1,191 @@
+"""Megatron-LM's own ``save_checkpoint`` and ``load_checkpoint``, with megackpt installed by one line.
+
+``megatron.training`` is in no package registry. Give a checkout of Megatron-LM at core_v0.16.1:
+``MEGATRON_LM=/path/to/Megatron-LM pytest -m megatron tests/interop/test_megatron_lm.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megackpt.megatron
+from megackpt.tree import walk
+
+pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+
+MEGATRON_LM = os.environ.get("MEGATRON_LM", "")
+STEPS = (
+    ((2, 1), (1, 1), False, False),
+    ((1, 1), (1, 2), True, False),
+    ((1, 2), (2, 1), True, True),
+)
+"""TP x PP of the save, and of the load; asynchronous; in the fully-parallel wrappers."""
+
+
+def training(folder: str) -> None:
+    """On two ranks. What is loaded at another parallelism is saved again, and is the same."""
+    with megackpt.megatron.install():
+        from interop import megatron_models
+
+        import_module("torch._dynamo")
+        assert megatron_models.prepare() is megackpt.megatron
+        for name in ("triton", "triton.language"):  # imported, and not used here
+            sys.modules[name] = MagicMock()
+        torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+        torch.cuda.set_rng_state = lambda *_: None
+        checkpointing = import_module("megatron.training.checkpointing")
+        assert checkpointing.dist_checkpointing is megackpt.megatron
+        for number, (saved, loaded, later, parallel) in enumerate(STEPS):
+            at = f"{folder}/{number}"
+            context: dict[str, Any] = {}
+            with megatron_models.parallel(*saved):
+                start(at, later, parallel)
+                save(checkpointing, at, 100, 1, context)
+                save(
+                    checkpointing, at, 200, 2, context
+                )  # with the strategy of the first
+                finish(later)
+            context = {}
+            with megatron_models.parallel(*loaded):
+                start(at, later, parallel)
+                model, optimizer, scheduler = made(3)
+                result = checkpointing.load_checkpoint(
+                    [model], optimizer, scheduler, checkpointing_context=context
+                )
+                assert result == (200, 2e15)
+                assert scheduler.num_steps == 2
+                again = f"{at} again"
+                start(again, False, parallel)
+                call_save(
+                    checkpointing, 200, (model, optimizer, scheduler), 2e15, context
+                )
+
+
+def start(folder: str, later: bool, parallel: bool) -> None:
+    """The arguments of a run: those of Megatron's parser, and what its checks would add."""
+    from megatron.core import parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import random as generators
+    from megatron.training import arguments, checkpointing, global_vars
+
+    sys.argv = [
+        "pretrain_gpt.py",
+        *("--save", folder, "--load", folder, "--ckpt-format", "torch_dist"),
+        *("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4"),
+        *(
+            "--use-distributed-optimizer",
+            "--bf16",
+            "--dist-ckpt-optim-fully-reshardable",
+        ),
+        *(
+            "--micro-batch-size",
+            "1",
+            "--max-position-embeddings",
+            "8",
+            "--no-one-logger",
+        ),
+        *(["--async-save"] if later else []),
+        *([] if parallel else ["--no-ckpt-fully-parallel-save"]),
+        *(["--ckpt-fully-parallel-load"] if parallel else []),
+    ]
+    args = arguments.parse_args()
+    args.use_dist_ckpt = True
+    args.tensor_model_parallel_size = (
+        parallel_state.get_tensor_model_parallel_world_size()
+    )
+    args.pipeline_model_parallel_size = (
+        parallel_state.get_pipeline_model_parallel_world_size()
+    )
+    args.consumed_train_samples = args.skipped_train_samples = 0
+    args.consumed_valid_samples = 0
+    args.params_dtype = torch.bfloat16
+    args.rank, args.world_size = dist.get_rank(), dist.get_world_size()
+    args.data_parallel_size = parallel_state.get_data_parallel_world_size()
+    global_vars._GLOBAL_ARGS = args
+    checkpointing._CHECKPOINT_VERSION = None
+    rerun_state_machine.destroy_rerun_state_machine()
+    rerun_state_machine.initialize_rerun_state_machine()
+    generators.initialize_rng_tracker(force_reset=True)
+    generators.get_cuda_rng_tracker().states_ = {
+        "model-parallel-rng": torch.get_rng_state()
+    }
+
+
+def made(seed: int) -> tuple[Any, Any, Any]:
+    from interop.megatron_models import trained
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    model, optimizer = trained("gpt", seed)
+    for group in optimizer.param_groups:
+        group.update(
+            max_lr=0.01, min_lr=0.0
+        )  # as get_megatron_optimizer of a trainer has
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.01,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=100,
+        wd_incr_style="constant",
+    )
+    return model, optimizer, scheduler
+
+
+def save(
+    checkpointing: Any, folder: str, iteration: int, seed: int, context: Any
+) -> None:
+    model, optimizer, scheduler = made(seed)
+    scheduler.step(seed)
+    call_save(
+        checkpointing, iteration, (model, optimizer, scheduler), seed * 1e15, context
+    )
+
+
+def call_save(
+    checkpointing: Any, iteration: int, parts: Any, count: float, context: Any
+) -> None:
+    model, optimizer, scheduler = parts
+    checkpointing.save_checkpoint(
+        iteration, [model], optimizer, scheduler, count, checkpointing_context=context
+    )
+
+
+def finish(later: bool) -> None:
+    from megatron.training import async_utils
+
+    if later:
+        async_utils.maybe_finalize_async_save(blocking=True)
+    dist.barrier()
+
+
+@pytest.mark.skipif(
+    not MEGATRON_LM, reason="MEGATRON_LM names no checkout of Megatron-LM (v0.16.1)"
+)
+def test_megatron_lm_saves_and_resumes(
+    tmp_path: Path, ranks: Any, peers: dict[str, str]
+) -> None:
+    path = os.pathsep.join([peers["PYTHONPATH"], MEGATRON_LM])
+    ranks(training, 2, tmp_path, env={**peers, "PYTHONPATH": path}, timeout=400)
+    for number in range(len(STEPS)):
+        at = tmp_path / str(number)
+        assert (at / "latest_checkpointed_iteration.txt").read_text() == "200"
+        assert megackpt.verify(at / "iter_0000100").ok
+        saved, again = (
+            dict(walk(megackpt.load_plain_tensors(where / "iter_0000200")))
+            for where in (at, tmp_path / f"{number} again")
+        )
+        assert saved.keys() == again.keys()
+        assert all(torch.equal(saved[name], again[name]) for name in saved)
