@@ -79,6 +79,40 @@ def test_a_missing_file_is_a_hole(pieces: Path) -> None:
         load_plain_tensors(pieces)
 
 
+def test_names_show_missing_files(
+    pieces: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = sorted(pieces.iterdir())
+    load_plain_tensors(pieces)
+    assert not caplog.messages
+    second.rename(pieces / "shard-00004-model-00001-of-00001.safetensors")
+    same(load_plain_tensors(pieces), STATE)
+    assert "has no file shard-00002, shard-00003: if a rank" in caplog.text
+    caplog.clear()
+    for path in sorted(pieces.iterdir()):
+        path.rename(pieces / path.name.replace("of-00001", "of-00002"))
+    same(load_plain_tensors(pieces), STATE)
+    assert "shard-00003, model-00002: if a rank" in caplog.text
+    (pieces / first.name.replace("of-00001", "of-00002")).rename(first)
+    with pytest.raises(CorruptCheckpoint, match=r"several saves: .*\[1, 2\]"):
+        load_plain_tensors(pieces)
+
+
+@pytest.mark.parametrize(
+    "name", ["shard-x-model-y-of-z", "shard-999999999-model-1-of-999999998"]
+)
+def test_odd_names_are_read(pieces: Path, name: str) -> None:
+    for path in sorted(pieces.iterdir())[1:]:
+        path.rename(pieces / f"{name}.safetensors")
+    if "999" in name:
+        with pytest.raises(CorruptCheckpoint, match="several saves"):
+            load_plain_tensors(pieces)
+        min(pieces.iterdir()).unlink()
+        assert not megackpt.verify(pieces).ok
+    else:
+        same(load_plain_tensors(pieces), STATE)
+
+
 def test_overlaps_and_several_dtypes_are_refused(pieces: Path) -> None:
     extra = piece(pieces, 3, {"rows": ROWS[2:4]}, rows=[2, 0])
     assert not megackpt.verify(pieces).ok

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from megackpt.dcp import (
     SavePlanner,
 )
 from megackpt.errors import CheckpointingException
+from tests.adapters.ready_models import CONFIG
 from tests.backends.safetensors_pieces import STATE
 from tests.backends.torch_files import same
-from tests.conftest import Ranks
+from tests.conftest import PEERS, ROOT, Ranks
 from tests.dcp.states import sharded
 from tests.torch_names import RELEASE
 
@@ -203,3 +207,36 @@ def test_two_ranks(tmp_path: Path, ranks: Ranks) -> None:
         "model-00002-of-00002.safetensors",
         INDEX,
     }
+
+
+# transformers' own distributed save, with our writer in the place of torch's.
+SCRIPT = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.distributed import checkpoint
+from megackpt.dcp import HuggingFaceStorageWriter
+
+config = AutoConfig.for_model("llama", **eval(sys.argv[2]))
+model, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.arange(9)[None]
+checkpoint.HuggingFaceStorageWriter = HuggingFaceStorageWriter
+checkpoint._save_model_checkpoint_distributed(model, sys.argv[1])
+config.save_pretrained(sys.argv[1])
+again, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+assert not any(info.values()), info
+with torch.no_grad():
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+"""
+
+
+@pytest.mark.transformers
+@pytest.mark.slow
+def test_transformers_opens_it(where: Path) -> None:
+    paths = os.pathsep.join([str(ROOT), str(PEERS / "huggingface")])
+    env = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(where), repr(CONFIG)]
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert names(where) == {ONE, INDEX, "config.json"}

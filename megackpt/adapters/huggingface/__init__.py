@@ -7,7 +7,15 @@ the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`
 there have the value that the n-th here matched.
 """
 
-from megackpt.adapters.huggingface.key_tables import bert, llama
+from megackpt.adapters.huggingface.key_tables import (
+    bert,
+    gemma,
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megackpt.adapters.huggingface.rules import (
     Fuse,
     Name,
@@ -35,6 +43,11 @@ __all__ = [
     "Transpose",
     "as_huggingface",
     "bert",
+    "gemma",
     "link",
     "llama",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
 ]

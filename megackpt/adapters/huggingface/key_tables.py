@@ -13,6 +13,9 @@ Rules = dict[str, Theirs | None]
 BESIDE: Rules = {"optimizer.*": None, "chained_#.*": None}
 """What training checkpoints hold beside the model."""
 
+_OURS, _THEIRS = "decoder.layers.#.", "model.layers.#."
+_ATTENTION, _MLP = f"{_OURS}self_attention.", f"{_OURS}mlp."
+
 
 def llama(config: Mapping[str, Any]) -> Rules:
     """Llama and models like it, by their ``config.json``. Our keys are those of GPTModel.
@@ -29,50 +32,108 @@ def llama(config: Mapping[str, Any]) -> Rules:
         raise MismatchError(
             f"num_key_value_heads, {groups}, does not divide num_attention_heads, {heads}"
         )
-    ours, theirs = "decoder.layers.#.", "model.layers.#."
-    attention = f"{ours}self_attention."
-    mlp = f"{ours}mlp."
-    before_attention = f"{theirs}input_layernorm.weight"
-    before_mlp = f"{theirs}post_attention_layernorm.weight"
+    before_attention = f"{_THEIRS}input_layernorm.weight"
+    before_mlp = f"{_THEIRS}post_attention_layernorm.weight"
     embedding = Padded("model.embed_tokens.weight", vocabulary)
     output: Theirs = Padded("lm_head.weight", vocabulary)
     if config.get("tie_word_embeddings"):
         output = Tied(embedding)
 
     def qkv(kind: str) -> Fuse:
-        parts = tuple(f"{theirs}self_attn.{x}_proj.{kind}" for x in "qkv")
+        parts = tuple(f"{_THEIRS}self_attn.{x}_proj.{kind}" for x in "qkv")
         return Fuse(parts, (heads // groups, 1, 1), groups)
 
     def gate_up(kind: str) -> Fuse:
-        return Fuse((f"{theirs}mlp.gate_proj.{kind}", f"{theirs}mlp.up_proj.{kind}"))
+        return Fuse((f"{_THEIRS}mlp.gate_proj.{kind}", f"{_THEIRS}mlp.up_proj.{kind}"))
 
     rules = BESIDE | {
         "embedding.word_embeddings.weight": embedding,
-        f"{ours}input_layernorm.weight": before_attention,
-        f"{attention}linear_qkv.layer_norm_weight": before_attention,
-        f"{attention}linear_qkv.weight": qkv("weight"),
-        f"{attention}linear_proj.weight": f"{theirs}self_attn.o_proj.weight",
-        f"{ours}pre_mlp_layernorm.weight": before_mlp,
-        f"{mlp}linear_fc1.layer_norm_weight": before_mlp,
-        f"{mlp}linear_fc1.weight": gate_up("weight"),
-        f"{mlp}linear_fc2.weight": f"{theirs}mlp.down_proj.weight",
+        f"{_OURS}input_layernorm.weight": before_attention,
+        f"{_ATTENTION}linear_qkv.layer_norm_weight": before_attention,
+        f"{_ATTENTION}linear_qkv.weight": qkv("weight"),
+        f"{_ATTENTION}linear_proj.weight": f"{_THEIRS}self_attn.o_proj.weight",
+        f"{_OURS}pre_mlp_layernorm.weight": before_mlp,
+        f"{_MLP}linear_fc1.layer_norm_weight": before_mlp,
+        f"{_MLP}linear_fc1.weight": gate_up("weight"),
+        f"{_MLP}linear_fc2.weight": f"{_THEIRS}mlp.down_proj.weight",
         "decoder.final_layernorm.weight": "model.norm.weight",
         "output_layer.weight": output,
     }
     if config.get("attention_bias"):
-        rules[f"{attention}linear_qkv.bias"] = qkv("bias")
-        rules[f"{attention}linear_proj.bias"] = f"{theirs}self_attn.o_proj.bias"
+        rules[f"{_ATTENTION}linear_qkv.bias"] = qkv("bias")
+        rules[f"{_ATTENTION}linear_proj.bias"] = f"{_THEIRS}self_attn.o_proj.bias"
     if config.get("mlp_bias"):
-        rules[f"{mlp}linear_fc1.bias"] = gate_up("bias")
-        rules[f"{mlp}linear_fc2.bias"] = f"{theirs}mlp.down_proj.bias"
+        rules[f"{_MLP}linear_fc1.bias"] = gate_up("bias")
+        rules[f"{_MLP}linear_fc2.bias"] = f"{_THEIRS}mlp.down_proj.bias"
     return rules
 
 
-def bert(config: Mapping[str, Any], prefix: str = "") -> Rules:
+def qwen2(config: Mapping[str, Any]) -> Rules:
+    """Qwen2 and Qwen2.5: as ``llama``, and query, key and value have biases."""
+    rules = llama({**config, "attention_bias": True})
+    del rules[f"{_ATTENTION}linear_proj.bias"]
+    return rules
+
+
+def qwen3(config: Mapping[str, Any]) -> Rules:
+    """Qwen3: as ``llama``, and the query and key of each head have norms."""
+    rules = llama(config)
+    for x in "qk":
+        theirs = f"{_THEIRS}self_attn.{x}_norm.weight"
+        rules[f"{_ATTENTION}{x}_layernorm.weight"] = theirs
+    return rules
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> Rules:
+    """Qwen3 with experts, in all layers or in those that its ``config.json`` says."""
+    has_dense = (
+        config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1
+    )
+    return _with_experts(
+        qwen3(config), "mlp", ("gate_proj", "up_proj", "down_proj"), bool(has_dense)
+    )
+
+
+def mixtral(config: Mapping[str, Any]) -> Rules:
+    """Mixtral: as ``llama``, and experts in place of the MLP."""
+    return _with_experts(llama(config), "block_sparse_moe", ("w1", "w3", "w2"))
+
+
+def gemma(config: Mapping[str, Any]) -> Rules:
+    """Gemma, of the first generation: as ``llama``, with one tensor for input and output.
+
+    Its norms are stored without the 1 that they add, as Megatron-Core stores them with
+    ``layernorm_zero_centered_gamma``.
+    """
+    kind = config.get("model_type", "gemma")
+    if kind != "gemma":
+        raise MismatchError(
+            f"the table gemma is for the model_type 'gemma', not {kind!r}"
+        )
+    return llama({"tie_word_embeddings": True, **config})
+
+
+def _with_experts(
+    rules: Rules, module: str, names: tuple[str, str, str], has_dense: bool = False
+) -> Rules:
+    """The rules with experts: ``names`` of gate, up and down in ``module`` over there."""
+    if not has_dense:
+        del rules[f"{_MLP}linear_fc1.weight"], rules[f"{_MLP}linear_fc2.weight"]
+    expert = f"{_MLP}experts.experts.#."
+    theirs = [f"{_THEIRS}{module}.experts.#.{name}.weight" for name in names]
+    return rules | {
+        f"{_MLP}router.weight": f"{_THEIRS}{module}.gate.weight",
+        f"{expert}linear_fc1.weight": Fuse((theirs[0], theirs[1])),
+        f"{expert}linear_fc2.weight": theirs[2],
+    }
+
+
+def bert(config: Mapping[str, Any], prefix: str = "", masked_lm: bool = False) -> Rules:
     """BERT's encoder (and MiniLM's), by its ``config.json``.
 
-    ``prefix``: what their names begin with, such as "bert.". Our keys have Megatron-Core's names;
-    a layer has two norms, each after the part that it normalizes.
+    ``prefix``: what their names begin with, such as "bert.". ``masked_lm``: with the head of
+    BertForMaskedLM. Our keys have Megatron-Core's names; a layer has two norms, each after the
+    part that it normalizes.
     """
     heads = _positive_int(config, "num_attention_heads")
     vocabulary = _positive_int(config, "vocab_size")
@@ -83,18 +144,31 @@ def bert(config: Mapping[str, Any], prefix: str = "") -> Rules:
     words = Padded(f"{embeddings}word_embeddings.weight", vocabulary)
     positions = f"{embeddings}position_embeddings.weight"
     token_types = f"{embeddings}token_type_embeddings.weight"
-    return BESIDE | {
-        "embedding.word_embeddings.weight": words,
-        "embedding.position_embeddings.weight": positions,
-        "embedding.tokentype_embeddings.weight": token_types,
-        "embedding.layernorm.*": f"{embeddings}LayerNorm.*",
-        f"{ours}self_attention.linear_qkv.*": Fuse(qkv, groups=heads),
-        f"{ours}self_attention.linear_proj.*": f"{theirs}attention.output.dense.*",
-        f"{ours}self_attention.layernorm.*": f"{theirs}attention.output.LayerNorm.*",
-        f"{ours}mlp.linear_fc1.*": f"{theirs}intermediate.dense.*",
-        f"{ours}mlp.linear_fc2.*": f"{theirs}output.dense.*",
-        f"{ours}mlp.layernorm.*": f"{theirs}output.LayerNorm.*",
-    }
+    head: Rules = {}
+    if masked_lm:
+        transform = "cls.predictions.transform."
+        head = {
+            "lm_head.dense.*": f"{transform}dense.*",
+            "lm_head.layer_norm.*": f"{transform}LayerNorm.*",
+            "output_layer.bias": Padded("cls.predictions.bias", vocabulary),
+            "output_layer.weight": Tied(words),
+        }
+    return (
+        BESIDE
+        | head
+        | {
+            "embedding.word_embeddings.weight": words,
+            "embedding.position_embeddings.weight": positions,
+            "embedding.tokentype_embeddings.weight": token_types,
+            "embedding.layernorm.*": f"{embeddings}LayerNorm.*",
+            f"{ours}self_attention.linear_qkv.*": Fuse(qkv, groups=heads),
+            f"{ours}self_attention.linear_proj.*": f"{theirs}attention.output.dense.*",
+            f"{ours}self_attention.layernorm.*": f"{theirs}attention.output.LayerNorm.*",
+            f"{ours}mlp.linear_fc1.*": f"{theirs}intermediate.dense.*",
+            f"{ours}mlp.linear_fc2.*": f"{theirs}output.dense.*",
+            f"{ours}mlp.layernorm.*": f"{theirs}output.LayerNorm.*",
+        }
+    )
 
 
 def _positive_int(config: Mapping[str, Any], name: str) -> int:

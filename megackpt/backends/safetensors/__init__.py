@@ -14,8 +14,11 @@ rank of torch DCP has saved its pieces of tensors. Their global shapes are noted
 from __future__ import annotations
 
 import fnmatch
+import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 import numpy as np
@@ -56,10 +59,14 @@ from megackpt.planning.manifest import (
 )
 from megackpt.storage import SingleFile, Storage
 
+logger = logging.getLogger("megackpt.backends")
+
 STEM = "model"
 WHOLE = f"{STEM}.safetensors"
 INDEX = f"{WHOLE}{weight_maps.ENDING}"
 _PIECES = "shard-*-model-*-of-*.safetensors"
+_NUMBERS = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
+_MAX_GAPS = 8
 
 
 @dataclass(frozen=True)
@@ -188,6 +195,7 @@ class Safetensors(Backend):
                 noted.append(file)
         if not index:
             found = joined(found)
+            _check_names(root.location, fnmatch.filter(files, _PIECES))
         if index:
             held = [(entry.key, place.file) for entry, _, place in found]
             weight_maps.check(f"{root.location}/{index}", weight_map, held)
@@ -215,6 +223,34 @@ class Safetensors(Backend):
         for item in plan.take(~raw).rows():
             noted = read_header(root, item.chunk.location.file).metadata
             into.blob(item.target, serialization.dump({METADATA: noted}))
+
+
+def _check_names(location: str, pieces: Sequence[str]) -> None:
+    """See by the names of files with pieces whether some are missing.
+
+    A gap is only a warning: torch DCP writes no file for a rank, or a number, without tensors.
+    Raises CorruptCheckpoint if files of several saves are there.
+    """
+    matches = map(_NUMBERS.fullmatch, pieces)
+    numbers = [tuple(map(int, match.groups())) for match in matches if match]
+    counts = {count for _, _, count in numbers}
+    if len(counts) > 1:
+        raise CorruptCheckpoint(
+            f"{location} holds files of several saves: {min(pieces)}, and others that end on "
+            f"'-of-' {sorted(counts)}. Move away those of other saves"
+        )
+    shards = {shard for shard, _, _ in numbers}
+    parts = {part for _, part, _ in numbers}
+    gaps = []
+    for kind, found, last in (("shard", shards, shards), ("model", parts, counts)):
+        missing = (n for n in range(1, max(last, default=0) + 1) if n not in found)
+        gaps += [f"{kind}-{n:05}" for n in islice(missing, _MAX_GAPS)]
+    if gaps:
+        logger.warning(
+            "%s has no file %s: if a rank wrote one, tensors are missing or cut off",
+            location,
+            ", ".join(gaps),
+        )
 
 
 def _places(files: Sequence[TensorFile]) -> dict[str, Location]:
