@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import megackpt
 import megackpt.megatron as dist_checkpointing
 from megackpt import AsyncCallsQueue, CheckpointManager, Strategy, StrictHandling
+from megackpt.converter import export_huggingface
 from megackpt.testing import ThreadedGroup
 
 PATH = "run/step_1"
@@ -50,6 +51,9 @@ megackpt.sharded(model.state_dict(), replicated="all")
 megackpt.sharded(model.state_dict(), replicated="some")  # arg-type
 AsyncCallsQueue(on_error="warn")
 AsyncCallsQueue(on_error="ignore")  # arg-type
+
+export_huggingface("run", "out", {"a.*": "*"}, "pretrained", cast="bf16", workers=2)
+export_huggingface("run", "out", {"a.*": "*"}, {}, overwite=True)  # call-arg
 
 # The checkpoints of a run.
 manager = CheckpointManager(

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from megackpt import limits
 from megackpt.backends.safetensors import Safetensors
 from megackpt.converter.budget import parse_size
-from megackpt.converter.conversion import Converted
+from megackpt.converter.conversion import Converted, Progress
 from megackpt.converter.conversion_request import convert
-from megackpt.converter.selection import Selection
+from megackpt.converter.selection import Renames, Selection
 from megackpt.errors import MismatchError, StorageError, join_truncated
 from megackpt.planning.manifest import Manifest
 
@@ -36,6 +36,24 @@ _NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
 _LAYER = re.compile(r"((?:.*?\.)?(?:layers?|h|blocks?)\.)(\d+)\.")
 
 
+class ExportOptions(TypedDict, total=False):
+    """The options of ``convert`` that an export takes."""
+
+    overwrite: bool
+    verify: bool
+    verify_target: bool
+    max_memory: str | int
+    workers: int | None
+    select: str | Iterable[str]
+    exclude: str | Iterable[str]
+    rename: Renames
+    cast: object
+    state: bool
+    shards: int | None
+    progress: Progress | None
+    resume: bool
+
+
 def export_huggingface(
     source: str | Path,
     target: str | Path,
@@ -44,7 +62,7 @@ def export_huggingface(
     *,
     max_shard_size: str | int = "5GB",
     index: bool = False,
-    **options: Any,
+    **options: Unpack[ExportOptions],
 ) -> Converted:
     """Write a training checkpoint as ``model.safetensors`` (or several files) and its config.
 
