@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers azurite system clean
+.PHONY: help demo test check compat compat-core campaign faults bench bench-peers lint types layers docs cover peers azurite system clean
 .NOTPARALLEL:
 
 help:
@@ -29,7 +29,7 @@ help:
 	@echo "make compat  the tests of make test on the oldest and the newest torch, and on other Pythons (some 25 GB)"
 	@echo "make faults  a sample, within an hour: saves killed, power cuts, flipped bits, failing ranks, hosts and disks"
 	@echo "make campaign    the same and other long tests in full: takes hours, and prints the figures of the docs"
-	@echo "make bench   speed beside the plain-I/O limit and the peers"
+	@echo "make bench   speed beside the plain-I/O limit and the peers, and a chart of it; make bench-peers: more of them"
 	@echo "make docs    the documentation, with the API reference, as a site: site/index.html"
 	@echo "also: lint, types, layers, cover, peers, clean"
 
@@ -96,8 +96,18 @@ faults: export FAULTS_SHARE = $(SHARE)
 faults: $(READY) system
 	@$(BIN)/python -m pytest $(FAULTS) -o faulthandler_timeout=3000 --durations 20
 
+# CHART: where its bars are drawn, such as docs/speed.svg, which the README shows.
+CHART := build/speed.svg
 bench: $(READY)
-	@$(BIN)/python tools/benchmark.py
+	@mkdir -p build
+	@$(BIN)/python tools/benchmark.py --json build/figures.json --chart $(CHART)
+
+# More peers of the benchmark (560 MB): jax is large, and no test needs it.
+bench-peers: $(PEERS)
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers/torch_checkpointing torch-checkpointing==0.1.1
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers/orbax orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 \
+	    absl-py==2.5.1 aiofiles==25.1.0 etils==1.15.0 humanize==4.17.0 msgpack==1.2.4 opt_einsum==3.4.0 prometheus_client==0.26.0 \
+	    protobuf==7.36.2 psutil==7.2.2 scipy==1.17.1 simplejson==4.3.0 uvloop==0.23.0 zipp==4.1.2
 
 lint: $(READY)
 	@$(BIN)/ruff format --check .

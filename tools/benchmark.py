@@ -1,7 +1,8 @@
 """Compare megackpt with its peers and the plain-I/O limit, on the same bytes, in one run.
 
     python tools/benchmark.py [--quick] [--gib 1] [--rounds 3] [--dir DIR] [--only P1,P5] [--formats torch_dist zarr]
-                              [--peers "torch DCP" Megatron ...] [--markdown] [--json FILE]
+                              [--peers "torch DCP" Megatron ...] [--markdown] [--json FILE] [--chart FILE]
+    python tools/benchmark.py --drawn-from FILE --chart FILE
 
 Every figure is a ratio taken inside this run, or a count. docs/benchmarks.md says what each one means.
 """
@@ -9,11 +10,13 @@ Every figure is a ratio taken inside this run, or a count. docs/benchmarks.md sa
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.chart import draw
 from benchmarks.figures import Course, Desk
 from benchmarks.peers import missing
 from benchmarks.races import Arena
@@ -23,7 +26,7 @@ from benchmarks.table import Report, machine
 from benchmarks.training import TRAINERS
 
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
-ALONE = ("safetensors", "tensorstore", "zarr-python")
+ALONE = ("safetensors", "tensorstore", "zarr-python", "torch_checkpointing", "orbax")
 RACES, ALONE_RACES = (
     ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"),
     ("P1", "P2"),
@@ -40,6 +43,9 @@ MANY = 20_000  # small tensors a GiB
 
 def main() -> int:
     options = asked()
+    if options.drawn_from:
+        options.chart.write_text(draw(json.loads(options.drawn_from.read_text())))
+        return 0
     with tempfile.TemporaryDirectory(
         prefix="megackpt-bench-", dir=options.dir
     ) as folder:
@@ -58,6 +64,8 @@ def main() -> int:
     print(report.text(options.markdown), end="")
     if options.json:
         options.json.write_text(report.json())
+    if options.chart:
+        options.chart.write_text(draw(json.loads(report.json())))
     return 0
 
 
@@ -101,7 +109,19 @@ def asked() -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, help="write all figures, with their ranges, to this file"
     )
+    parser.add_argument(
+        "--chart",
+        type=Path,
+        help="draw GB/s of saves and loads, as SVG, into this file",
+    )
+    parser.add_argument(
+        "--drawn-from",
+        type=Path,
+        help="measure nothing: draw the chart of this JSON file",
+    )
     options = parser.parse_args()
+    if options.drawn_from and not options.chart:
+        parser.error("--drawn-from needs --chart")
     unknown = set(options.peers).difference(TEAM, ALONE)
     if unknown:
         parser.error(f"no such peer: {', '.join(sorted(unknown))}")
@@ -110,7 +130,8 @@ def asked() -> argparse.Namespace:
         parser.error(
             f"no such figure: {', '.join(sorted(strange))} (of {', '.join(FIGURES)})"
         )
-    for folder in (options.dir, options.json and options.json.parent):
+    files = (options.json, options.chart, options.drawn_from)
+    for folder in (options.dir, *(file.parent for file in files if file)):
         if folder and not folder.is_dir():
             parser.error(f"no such directory: {folder}")
     if min(options.gib or 1, options.rounds or 1, options.ranks or 1) <= 0:
@@ -154,8 +175,11 @@ def together(
             teams |= dict.fromkeys(
                 foreign, stack.enter_context(Team("megatron", 4, root))
             )
-        what = f"{options.gib:.2f} GiB, four ranks TP2 x DP2, median of {options.rounds}; / limit: seconds over its"
-        section = report.section(what, [*options.formats, *peers])
+        what = (
+            f"{options.gib:.2f} GiB, four ranks TP2 x DP2, median of {options.rounds}; "
+            "/ limit: seconds over its (GB/s of all ranks)"
+        )
+        section = report.section(what, [*options.formats, *peers, "limit"])
         course = Course(
             Arena(root, teams, options.rounds), section, options.formats, peers, only
         )
@@ -207,8 +231,11 @@ def alone(
         size = options.gib / 4
         lonely = [name for name in peers if name in ALONE]
         if only.intersection(ALONE_RACES):
-            what = f"{size:.2f} GiB, one process, median of {options.rounds}; / limit: seconds over its own"
-            section = report.section(what, [*options.formats, *lonely])
+            what = (
+                f"{size:.2f} GiB, one process, median of {options.rounds}; "
+                "/ limit: seconds over its own (GB/s)"
+            )
+            section = report.section(what, [*options.formats, *lonely, "limit"])
             teams = dict.fromkeys(("limit", *options.formats, *lonely), lone)
             arena = Arena(root, teams, options.rounds)
             course = Course(

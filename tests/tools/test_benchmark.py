@@ -35,6 +35,8 @@ def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
     rows = [row for section in report["sections"] for row in section["rows"]]
     for row in rows:
         for value in row["values"].values():
+            timed = row["figure"] in ("P1", "P2", "P3", "P5", "P6") and not row["unit"]
+            assert (value["gbs"] is not None) == timed, row
             assert value["low"] <= value["median"] <= value["high"], row
             assert value["low"] >= 0 or "time lost" in row["what"], (
                 row
@@ -44,16 +46,16 @@ def figures(report: dict[str, Any]) -> list[tuple[str, str, set[str]]]:
 
 @pytest.mark.slow
 def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
-    told = tmp_path / "told.json"
-    done = benchmark(
-        tmp_path, "--markdown", "--json", str(told), "--peers", "torch DCP", *ALONE
-    )
+    told, chart = tmp_path / "told.json", tmp_path / "chart.svg"
+    files = ("--json", str(told), "--chart", str(chart))
+    done = benchmark(tmp_path, "--markdown", *files, "--peers", "torch DCP", *ALONE)
     assert done.returncode == 0, done.stderr
     report = json.loads(told.read_text())
+    assert f"{report['where']['cpu']}, {report['where']['cores']} cores" in done.stdout
     team, training, alone, desk = (section["columns"] for section in report["sections"])
     assert (team, alone, desk) == (
-        [*FORMATS, "torch DCP"],
-        [*FORMATS, *ALONE],
+        [*FORMATS, "torch DCP", "limit"],
+        [*FORMATS, *ALONE, "limit"],
         [*FORMATS, "torch DCP"],
     )
     assert (
@@ -76,13 +78,19 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         assert f"| {figure} | {what} |" in done.stdout
     everybody = {*FORMATS, "torch DCP"}
     assert all(
-        who == everybody
+        who - {"limit"} == everybody
         for f, what, who in found[:9]
         if "verified" not in what.replace("unverified", "")
     )
     assert all(who == set(training) for f, what, who in found[21:27])
-    assert all(who == {*FORMATS, *ALONE} for f, what, who in found[27:29])
-    assert list(tmp_path.iterdir()) == [told]
+    assert all(who == {*FORMATS, *ALONE, "limit"} for f, what, who in found[27:29])
+    assert sorted(tmp_path.iterdir()) == [chart, told]
+    drawn = chart.read_text()
+    chart.unlink()
+    again = ("--drawn-from", str(told), "--chart", str(chart))
+    assert benchmark(tmp_path, *again).returncode == 0
+    assert chart.read_text() == drawn
+    assert "torch DCP" in drawn
 
 
 @pytest.mark.slow
@@ -111,7 +119,7 @@ def test_megatron_takes_part(tmp_path: Path) -> None:
     done = benchmark(tmp_path, "--only", "P1,P2", "--json", str(told), *peers)
     assert done.returncode == 0, done.stderr
     (_, _, saves), (_, _, loads), *_ = figures(json.loads(told.read_text()))
-    assert saves == loads == {"torch_dist", "Megatron FP"}
+    assert saves == loads == {"torch_dist", "Megatron FP", "limit"}
 
 
 @pytest.mark.slow
@@ -125,3 +133,16 @@ def test_wrong_options_are_told_before_anything_is_measured(tmp_path: Path) -> N
         done = benchmark(tmp_path, *wrong)
         assert done.returncode == 2
         assert told in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch_checkpointing", "orbax"])
+def test_an_optional_peer_takes_part(name: str, tmp_path: Path) -> None:
+    if not (ROOT / ".peers" / name).is_dir():
+        pytest.skip(f"{name} is missing: make bench-peers installs it")
+    told = tmp_path / "told.json"
+    peers = ("--peers", name, "--formats", "torch_dist")
+    done = benchmark(tmp_path, "--only", "P1,P2", "--json", str(told), *peers)
+    assert done.returncode == 0, done.stderr
+    found = figures(json.loads(told.read_text()))
+    assert any(who == {"torch_dist", name, "limit"} for _, _, who in found)

@@ -39,22 +39,26 @@ class Course:
         if self.asks("P1"):
             self.arena.hold(spec, parts)
             row = start_row(self.section, "P1", "save / limit", "<= 1.25")
-            fill(row, self.arena.race("save", spec, entries(self.everybody)))
+            times = self.arena.race("save", spec, entries(self.everybody))
+            fill(row, times, spec.nbytes)
         if not self.asks("P2", "P3", "P4"):
             return self.arena.forget(spec)
         self.arena.saved(spec, ["limit", *self.everybody], parts)
         if self.asks("P2"):
             self.arena.hold(spec, parts)
-            self.loads("P2", "load, same layout", spec, ("<= 1.2", "<= 1.6"))
+            self.loads("P2", "load, same layout", spec, parts, ("<= 1.2", "<= 1.6"))
         if self.asks("P3") and self.arena.ranks > 1:
             for target in (1, self.arena.ranks):
                 self.arena.hold(spec, target)
-                self.loads("P3", f"load TP{parts} -> TP{target}", spec, ("<= 1.4", ""))
+                what = f"load TP{parts} -> TP{target}"
+                self.loads("P3", what, spec, target, ("<= 1.4", ""))
         if self.asks("P4"):
             self.slices(spec)
         return self.arena.forget(spec)
 
-    def loads(self, figure: str, what: str, spec: Spec, reach: tuple[str, str]) -> None:
+    def loads(
+        self, figure: str, what: str, spec: Spec, parts: int, reach: tuple[str, str]
+    ) -> None:
         taking = [*entries(self.everybody), *entries(self.formats, verify=True)]
         times = self.arena.race("load", spec, taking)
         for verify, how, goal in (
@@ -62,9 +66,8 @@ class Course:
             (True, "verified", reach[1]),
         ):
             row = start_row(self.section, figure, f"{what}, {how} / limit", goal)
-            fill(
-                row, {entry: t for entry, t in times.items() if entry.verify is verify}
-            )
+            mine = {entry: t for entry, t in times.items() if entry.verify is verify}
+            fill(row, mine, spec.nbytes * self.arena.ranks / parts)
 
     def slices(self, spec: Spec) -> None:
         """P4: every rank asks for an eighth of the rows of every tensor."""
@@ -96,7 +99,7 @@ class Course:
                 f"save of {count:,} tensors of 4 to 64 KiB / limit",
                 "<= 1.5",
             )
-            fill(row, self.arena.race("save", spec, entries(everybody)))
+            fill(row, self.arena.race("save", spec, entries(everybody)), spec.nbytes)
         if self.asks("P6"):
             self.arena.saved(spec, ["limit", *everybody], parts)
             self.arena.hold(spec, parts)
@@ -118,6 +121,7 @@ class Course:
                         goals[0],
                     ),
                     mine,
+                    spec.nbytes * self.arena.ranks / parts,
                 )
                 row = start_row(
                     self.section,
@@ -129,6 +133,7 @@ class Course:
                 row.values.update(
                     (entry.name, Value.of([cpu / held * 1e6 for cpu in t.cpu]))
                     for entry, t in mine.items()
+                    if entry.name != "limit"
                 )
         self.arena.forget(spec)
 
@@ -229,10 +234,9 @@ def entries(names: Iterable[str], *, verify: bool = False) -> list[Entry]:
     return [Entry(name, verify) for name in names]
 
 
-def fill(row: Row, times: dict[Entry, Times]) -> None:
-    row.values.update(
-        (entry.name, t.ratio) for entry, t in times.items() if entry.name != "limit"
-    )
+def fill(row: Row, times: dict[Entry, Times], moved: float) -> None:
+    """``moved``: bytes that all ranks together wrote or read."""
+    row.values.update((entry.name, t.ratio(moved)) for entry, t in times.items())
 
 
 @dataclass(frozen=True)

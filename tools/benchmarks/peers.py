@@ -26,6 +26,12 @@ SHIMS = ROOT / "tests" / "interop"
 
 def missing(name: str) -> str | None:
     """Why this peer cannot take part, or None."""
+    if name in ("torch_checkpointing", "orbax"):
+        return (
+            None
+            if (PEERS / name).is_dir()
+            else f'{name} is missing: "make bench-peers" installs it'
+        )
     if name.startswith("Megatron"):
         return (
             None
@@ -221,3 +227,67 @@ class ZarrPython(_Arrays):
         group = self._zarr.open_group(folder, mode="r")
         for key, values in declared.items():
             values[...] = group[key][...]
+
+
+class TorchCheckpointing(Contestant):
+    """Its manager, which saves while the caller waits, as all do here.
+
+    Its default, O_DIRECT, raises EINVAL where the file system asks for aligned writes, as ext4 does.
+    """
+
+    name = "torch_checkpointing"
+
+    def __init__(self) -> None:
+        sys.path.append(str(PEERS / "torch_checkpointing"))
+        package = importlib.import_module("torch_checkpointing")
+        storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+        self._manager = package.CheckpointManager(
+            package.CheckpointManager.Config(
+                save=package.SyncCheckpointSaverConfig(),
+                storage_config=storage.LocalFileSystemStorageConfig(
+                    use_direct_io=False
+                ),
+            )
+        )
+
+    def declare(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        return {piece.key: piece.data for piece in pieces}
+
+    def save(self, declared: dict[str, torch.Tensor], folder: Path) -> None:
+        self._manager.save(str(folder), {"model": declared})
+        durable(folder)
+
+    def load(
+        self,
+        declared: dict[str, torch.Tensor],
+        folder: Path,
+        verify: bool,  # noqa: ARG002
+    ) -> None:
+        self._manager.load(str(folder), into={"model": declared})
+
+
+class Orbax(_Arrays):
+    """Its checkpointer of numpy arrays, in one process, without jax's distributed runtime."""
+
+    name = "orbax"
+
+    def __init__(self) -> None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        sys.path.append(str(PEERS / "orbax"))
+        package = importlib.import_module("orbax.checkpoint")
+        self._checkpointer = package.StandardCheckpointer()
+
+    def save(self, declared: dict[str, NDArray[np.float32]], folder: Path) -> None:
+        self._checkpointer.save(folder.absolute(), declared)
+        self._checkpointer.wait_until_finished()
+        durable(folder)
+
+    def load(
+        self,
+        declared: dict[str, NDArray[np.float32]],
+        folder: Path,
+        verify: bool,  # noqa: ARG002
+    ) -> None:
+        restored = self._checkpointer.restore(folder.absolute(), declared)
+        for key, values in declared.items():
+            values[...] = restored[key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,14 +30,15 @@ class Entry(NamedTuple):
 
 @dataclass
 class Times:
-    """Of one entry: seconds over those of the limit, and CPU seconds of all ranks, one for each round."""
+    """Of one entry, for each round: seconds, these over those of the limit, CPU seconds of all ranks."""
 
+    seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
 
-    @property
-    def ratio(self) -> Value:
-        return Value.of(self.ratios)
+    def ratio(self, moved: float) -> Value:
+        """With the GB/s of the bytes that all ranks together wrote or read."""
+        return Value.of(self.ratios, moved / statistics.median(self.seconds) / 1e9)
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class Arena:
                 if entry.name == "limit":
                     limit = seconds
                 if number:
+                    times[entry].seconds.append(seconds)
                     times[entry].ratios.append(seconds / limit)
                     times[entry].cpu.append(sum(t.cpu for t in taken))
             here = [

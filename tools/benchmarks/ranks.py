@@ -27,7 +27,14 @@ import torch.distributed as dist
 from benchmarks import scale
 from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
 from benchmarks.limit import Limit
-from benchmarks.peers import Megatron, Safetensors, Tensorstore, ZarrPython
+from benchmarks.peers import (
+    Megatron,
+    Orbax,
+    Safetensors,
+    Tensorstore,
+    TorchCheckpointing,
+    ZarrPython,
+)
 from benchmarks.states import Piece, Spec, pieces
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
 from megackpt.staging.buffers import POOL
@@ -68,6 +75,10 @@ def contestant(name: str, place: Place) -> Contestant:
             return Tensorstore()
         case "zarr-python":
             return ZarrPython()
+        case "torch_checkpointing":
+            return TorchCheckpointing()
+        case "orbax":
+            return Orbax()
     return Megackpt(name.removeprefix("megackpt "))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -16,16 +17,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Value:
-    """One figure of one contestant: the median of the rounds, and their range."""
+    """One figure of one contestant: the median of the rounds, and their range.
+
+    ``gbs``: where seconds were measured, the bytes of all ranks in the median of these, in GB/s.
+    """
 
     median: float
     low: float
     high: float
     rounds: int = 1
+    gbs: float | None = None
 
     @classmethod
-    def of(cls, taken: Sequence[float]) -> Value:
-        return cls(statistics.median(taken), min(taken), max(taken), len(taken))
+    def of(cls, taken: Sequence[float], gbs: float | None = None) -> Value:
+        return cls(statistics.median(taken), min(taken), max(taken), len(taken), gbs)
 
 
 @dataclass
@@ -71,14 +76,24 @@ class Section:
 def shown(value: Value, unit: str) -> str:
     number = value.median
     digits = 0 if number >= 100 else 1 if number >= 20 else 2
-    return f"{number:.{digits}f}{' ' if unit else ''}{unit}"
+    speed = "" if value.gbs is None else f" ({in_gbs(value.gbs)})"
+    return f"{number:.{digits}f}{' ' if unit else ''}{unit}{speed}"
+
+
+def in_gbs(speed: float) -> str:
+    """Two digits that count: 1.6, 0.43, 0.012."""
+    return f"{speed:.{max(1 - math.floor(math.log10(speed)), 0)}f}"
 
 
 def machine(folder: Path) -> dict[str, Any]:
     """What a reader of the figures should know of where they were taken."""
-    packages = ("torch", "megatron-core", "safetensors", "tensorstore", "zarr", "numpy")
+    packages = (
+        *("torch", "megatron-core", "safetensors", "tensorstore", "zarr", "numpy"),
+        *("torch_checkpointing", "orbax-checkpoint"),
+    )
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(
             os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
@@ -91,11 +106,20 @@ def machine(folder: Path) -> dict[str, Any]:
     }
 
 
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return " ".join(value.split())
+    return platform.machine()
+
+
 def _version(package: str) -> str | None:
     peers = Path(__file__).resolve().parents[2] / ".peers"
+    folders = [str(peers / name) for name in ("", "torch_checkpointing", "orbax")]
     found = [
         *metadata.distributions(name=package),
-        *metadata.distributions(name=package, path=[str(peers)]),
+        *metadata.distributions(name=package, path=folders),
     ]
     return found[0].version if found else None
 
@@ -145,7 +169,7 @@ def _described(where: dict[str, Any]) -> str:
         f"{name} {version}" for name, version in where["versions"].items()
     )
     return (
-        f"{where['date']}: {where['cores']} cores, {where['memory_gib']} GiB, {where['file_system']}, "
+        f"{where['date']}: {where['cpu']}, {where['cores']} cores, {where['memory_gib']} GiB, {where['file_system']}, "
         f"Linux {where['kernel']}, load {where['load_at_start']} at the start; "
         f"Python {where['python']}, {versions}"
     )
