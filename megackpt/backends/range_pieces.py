@@ -10,7 +10,7 @@ import numpy as np
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64, c_strides, cut, extents_within, runs
-from megackpt.planning.manifest import DIGEST_BLOCK, LoadPlan, itemsizes
+from megackpt.planning.manifest import DIGEST_BLOCK, Bool, LoadPlan, itemsizes
 
 PIECE = 32 << 20
 """Larger regions are cut: the target provides memory for one piece at a time, and threads divide
@@ -125,6 +125,14 @@ class Pieces:
         stops = (mine.base + high)[dense]
         yield from zip(starts.tolist(), stops.tolist(), strict=True)
 
+    def simple(self, checked: bool) -> Bool:
+        """Which pieces are small and without gaps: one call can read them with their neighbours."""
+        simple: Bool = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
+        if checked:  # only whole blocks can be hashed where they land
+            simple &= self.low % DIGEST_BLOCK == 0
+            simple &= (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
+        return simple
+
     def shares(
         self, threads: int, checked: bool
     ) -> Iterator[tuple[Pieces, list[slice]]]:
@@ -132,14 +140,11 @@ class Pieces:
         together.
 
         Each share comes with its groups: the pieces of one file that one call reads. A piece that
-        is large, has gaps, or does not follow closely is its own group.
+        is not simple, or does not follow closely, is its own group.
         """
         if not len(self):
             return
-        simple = (self.high - self.low == self.nbytes) & (self.nbytes <= SMALL)
-        if checked:  # only whole blocks can be hashed where they land
-            simple &= self.low % DIGEST_BLOCK == 0
-            simple &= (self.high % DIGEST_BLOCK == 0) | (self.high == self.length)
+        simple = self.simple(checked)
         before = np.cumsum(self.nbytes) - self.nbytes
         call = before // TOGETHER + np.arange(len(self)) // CALL
         gap = (self.base + self.low)[1:] - (self.base + self.high)[:-1]

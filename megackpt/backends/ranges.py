@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
+    DIGEST_SIZE,
     Digests,
     LoadPlan,
     digest_rows,
@@ -141,12 +142,13 @@ class _Job:
     def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
         """Read consecutive pieces, group by group."""
         files = pieces.file.tolist()
+        simple = _SimplePieces.of(self, pieces)
         for file, same_file in groupby(groups, lambda group: files[group.start]):
             mine = list(same_file)
             with self._open(file) as reader:
                 rows = slice(mine[0].start, mine[-1].stop)
                 reader.expect(pieces.spans(rows, self.checked))
-                part = _FilePart(self, reader)
+                part = _FilePart(self, reader, simple)
                 for group in mine:
                     read_again(reader, partial(part.fetch, pieces, group))
 
@@ -221,12 +223,47 @@ def octets(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+@dataclass(frozen=True, eq=False)
+class _SimplePieces:
+    """What it takes to read the simple ones among some pieces, row by row.
+
+    ``is_simple`` are those with rows that count. ``views``: the memory to read into; None if only
+    the other methods of the target reach it. ``gaps``: bytes between the piece before and this
+    one. ``digests``: the stored ones, if they are compared.
+    """
+
+    is_simple: list[bool]
+    views: list[memoryview | None]
+    starts: list[int]
+    gaps: list[int]
+    digests: list[bytes]
+
+    @classmethod
+    def of(cls, job: _Job, pieces: Pieces) -> _SimplePieces:
+        is_simple = pieces.simple(job.checked)
+        numbers = np.flatnonzero(is_simple)
+        found: list[memoryview | None] = [None] * len(pieces)
+        targets = job.plan.target[pieces.row[numbers]].tolist()
+        taken = views(job.into, targets, pieces.nbytes[numbers].tolist())
+        for number, view in zip(numbers.tolist(), taken, strict=True):
+            found[number] = view
+        starts = pieces.base + pieces.low
+        gaps = starts[1:] - starts[:-1] - pieces.nbytes[:-1]
+        digests: list[bytes] = []
+        if job.checked:
+            stored = job.digests(pieces.row, pieces.low // DIGEST_BLOCK)
+            digests = stored.view(f"V{DIGEST_SIZE}").ravel().tolist()
+        gaps_before = [0, *gaps.tolist()]
+        return cls(is_simple.tolist(), found, starts.tolist(), gaps_before, digests)
+
+
 class _FilePart:
     """Reads pieces of one file."""
 
-    def __init__(self, job: _Job, reader: FileReader) -> None:
+    def __init__(self, job: _Job, reader: FileReader, simple: _SimplePieces) -> None:
         self.job = job
         self.reader = reader
+        self.simple = simple
         self._dropped = memoryview(b"")
         self._window = memoryview(b"")
         # The bytes of the digest block that was read last.
@@ -235,7 +272,7 @@ class _FilePart:
 
     def fetch(self, pieces: Pieces, group: slice) -> None:
         """Read the pieces of one group."""
-        if group.stop - group.start > 1:
+        if self.simple.is_simple[group.start]:
             self._together(pieces, group)
             return
         (piece,) = self.job.opened(pieces, group)
@@ -244,30 +281,35 @@ class _FilePart:
 
     def _together(self, pieces: Pieces, group: slice) -> None:
         """Read small neighbours by one call. The bytes between them are dropped."""
-        rows = pieces.row[group]
-        sizes = pieces.nbytes[group].tolist()
-        found = views(self.job.into, self.job.plan.target[rows].tolist(), sizes)
-        is_other = np.array([view is None for view in found])
-        others = [*self.job.opened(pieces, group.start + np.flatnonzero(is_other))]
-        arrays = [np.require(piece.array, requirements="C") for piece in others]
-        landed = map(octets, arrays)
-        places = [next(landed) if view is None else view for view in found]
-        starts = pieces.base[group] + pieces.low[group]
-        gaps = starts[1:] - starts[:-1] - pieces.nbytes[group][:-1]
-        buffers: list[memoryview] = []
-        for place, gap in zip(places, [0, *gaps.tolist()], strict=True):
+        simple = self.simple
+        found = simple.views[group]
+        opened: list[tuple[_Piece, Array]] = []
+        if None in found:
+            missing = [number for number, view in enumerate(found) if view is None]
+            numbers = group.start + np.array(missing)
+            for i, piece in zip(missing, self.job.opened(pieces, numbers), strict=True):
+                array = np.require(piece.array, requirements="C")
+                opened.append((piece, array))
+                found[i] = octets(array)
+        places = cast("list[memoryview]", found)
+        buffers: list[memoryview] = places[:1]
+        for place, gap in zip(
+            places[1:], simple.gaps[group.start + 1 : group.stop], strict=True
+        ):
             if gap:
                 self._dropped = self._dropped or memoryview(bytearray(SKIP))
                 buffers.append(self._dropped[:gap])
             buffers.append(place)
-        self.reader.read_into(int(starts[0]), buffers)
+        self.reader.read_into(simple.starts[group.start], buffers)
         if self.job.checked:
-            blocks = pieces.low[group] // DIGEST_BLOCK
-            digests = list(map(digest, places))
-            wrong = digest_rows(b"".join(digests)) != self.job.digests(rows, blocks)
-            for number in np.flatnonzero(wrong.any(axis=1)).tolist():
-                self.job.check(int(rows[number]), int(blocks[number]), digests[number])
-        for piece, array in zip(others, arrays, strict=True):
+            expected = simple.digests[group]
+            for number, place in enumerate(places):
+                read = digest(place)
+                if read != expected[number]:
+                    row = group.start + number
+                    block = int(pieces.low[row]) // DIGEST_BLOCK
+                    self.job.check(int(pieces.row[row]), block, read)
+        for piece, array in opened:
             if array is not piece.array:
                 piece.array[...] = array
             self.job.into.close(piece.target, piece.box, piece.array)

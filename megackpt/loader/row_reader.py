@@ -69,11 +69,9 @@ def read(
     """
     tensors = target.tensors
     synchronize(tensors)
-    todo = 0
-    for row in np.unique(plan.target).tolist():
-        tensor = tensors[row]
-        if tensor is not None:
-            todo += tensor.nbytes
+    is_read = np.zeros(len(tensors), np.bool_)
+    is_read[plan.target] = True
+    todo = int(target.memory.nbytes[is_read].sum())
     into = counted_target(target, todo)
 
     def work(advance: Advance) -> None:
@@ -164,7 +162,8 @@ def destination(shard: ShardedTensor) -> torch.Tensor:
             raise CheckpointingException(
                 f"there is no memory for {shard.key!r}, {shape} of {shard.dtype}"
             ) from error
-    tensor = tensor.detach()
+    if tensor.requires_grad or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach()
     if shard.allow_shape_mismatch:
         return tensor.zero_()
     return tensor

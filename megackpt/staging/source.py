@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from mmap import MAP_PRIVATE, mmap
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megackpt.planning.box import Box, Boxes
+from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import SavePlan, carried_dtype, itemsizes
 from megackpt.staging.devices import COPIED_AT_ONCE, host_blocks, parts
 
@@ -105,20 +105,60 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class HostMemory:
+    """Where tensors are in memory, as columns, so that small ones cost little.
+
+    ``address`` is 0 unless memory on the host holds the ``nbytes`` of the tensor in C order.
+    """
+
+    address: Int64
+    nbytes: Int64
+
+    @classmethod
+    def of(cls, tensors: Iterable[object]) -> HostMemory:
+        """Both columns are 0 for what is not a tensor."""
+        rows = []
+        for tensor in tensors:
+            row = (0, 0)
+            if isinstance(tensor, torch.Tensor):
+                size = tensor.nbytes
+                row = (_address(tensor, size), size)
+            rows.append(row)
+        address, nbytes = np.array(rows, np.int64).reshape(-1, 2).T
+        return cls(address, nbytes)
+
+    def views(self, rows: Any, sizes: Sequence[int]) -> list[memoryview | None]:
+        """For each of these rows its memory, if it has an address and this size."""
+        address = np.where(self.nbytes[rows] == sizes, self.address[rows], 0)
+        views: list[memoryview | None] = []
+        for start, size in zip(address.tolist(), sizes, strict=True):
+            view = None
+            if start:
+                view = MEMORY[start : start + size]
+            views.append(view)
+        return views
+
+
 def memory_of(tensor: torch.Tensor, size: int) -> memoryview | None:
     """The tensor's bytes, if they are so many, and memory on the host holds them in C order."""
-    if tensor.nbytes != size or not is_plain_memory(tensor):
-        return None
+    return HostMemory.of([tensor]).views([0], [size])[0]
+
+
+def _address(tensor: torch.Tensor, size: int) -> int:
+    """The address of a tensor's ``size`` bytes in C order on the host; 0 if they are not there."""
+    if not is_plain_memory(tensor):
+        return 0
     storage = tensor.untyped_storage()
     try:
         begin, start = storage.data_ptr(), tensor.data_ptr()
     except RuntimeError:  # a wrapper has no memory of its own
-        return None
+        return 0
     # A storage that was freed or cut has less than the tensor. Beyond sys.maxsize: a tag.
     within = begin <= start and start + size <= begin + storage.nbytes()
     if not begin or not within or start > sys.maxsize - size:
-        return None
-    return MEMORY[start : start + size]
+        return 0
+    return start
 
 
 def pieces(value: torch.Tensor) -> Iterator[memoryview]:
@@ -197,6 +237,13 @@ class TensorSource:
         holder = self.holders.row(source, len(item.meta.shape))
         return region(value.detach(), holder, item.shard.box)
 
+    @cached_property
+    def _memory(self) -> HostMemory:
+        """The memory of the rows that are whole tensors."""
+        return HostMemory.of(
+            self.held[source] if whole else None for source, whole in self.rows
+        )
+
     def views(
         self, rows: Sequence[int], sizes: Sequence[int]
     ) -> list[memoryview | None]:
@@ -204,15 +251,7 @@ class TensorSource:
 
         They are valid while this source exists, and its tensors keep their memory.
         """
-        views: list[memoryview | None] = []
-        for row, size in zip(rows, sizes, strict=True):
-            source, whole = self.rows[row]
-            value = self.held[source]
-            view = None
-            if whole and isinstance(value, torch.Tensor):
-                view = memory_of(value, size)
-            views.append(view)
-        return views
+        return self._memory.views(rows, sizes)
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         if not isinstance(self.held[self.rows[row][0]], torch.Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import carried_dtype
 from megackpt.staging.devices import Uploads, host_copy, pinned
-from megackpt.staging.source import host_array, memory_of, region
+from megackpt.staging.source import HostMemory, host_array, region
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,16 +32,23 @@ class LoadTarget:
     blobs: dict[int, bytes]
     _uploads: Uploads = field(default_factory=Uploads)
 
+    @cached_property
+    def memory(self) -> HostMemory:
+        """The memory of the tensors. No address: of those whose values are converted."""
+        found = HostMemory.of(self.tensors)
+        pairs = zip(self.tensors, self.stored, strict=True)
+        alike = [tensor is not None and tensor.dtype == kind for tensor, kind in pairs]
+        return replace(found, address=np.where(alike, found.address, 0))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors and of the blobs received so far."""
-        tensors = sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
-        return tensors + sum(map(len, self.blobs.values()))
+        return int(self.memory.nbytes.sum()) + sum(map(len, self.blobs.values()))
 
     def read_back(self, target: int, box: Box) -> NDArray[Any]:
         """The present values of a region of a tensor, in the tensor's own dtype."""
         values = self._region(target, box)
-        if not values.is_cpu or not self._as_stored[target]:
+        if not values.is_cpu or not self._is_as_stored(target):
             values = host_copy(values)
         return host_array(values)
 
@@ -49,20 +56,13 @@ class LoadTarget:
         self, targets: Sequence[int], sizes: Sequence[int]
     ) -> list[memoryview | None]:
         """For each tensor its memory, if it has this size and takes the bytes as they are."""
-        views: list[memoryview | None] = []
-        for target, size in zip(targets, sizes, strict=True):
-            tensor = self.tensors[target]
-            view = None
-            if tensor is not None and tensor.dtype == self.stored[target]:
-                view = memory_of(tensor, size)
-            views.append(view)
-        return views
+        return self.memory.views(targets, sizes)
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         tensor, stored = self.tensors[target], self.stored[target]
         if tensor is None or stored is None:
             raise TypeError(f"row {target} is an object: it has no region {box}")
-        if self._as_stored[target] and tensor.is_cpu:
+        if self._is_as_stored(target) and tensor.is_cpu:
             return host_array(self._region(target, box))
         dtype = carried_dtype(stored.itemsize)
         if tensor.is_cuda:
@@ -74,12 +74,12 @@ class LoadTarget:
         tensor, stored = self.tensors[target], self.stored[target]
         if tensor is None or stored is None:
             return
-        if self._as_stored[target] and tensor.is_cpu:
+        if self._is_as_stored(target) and tensor.is_cpu:
             return
         octets = torch.from_numpy(filled.reshape(-1).view(np.uint8))
         values = octets.view(stored).reshape(box.shape)
         into = self._region(target, box)
-        if self._as_stored[target] and tensor.is_cuda:
+        if self._is_as_stored(target) and tensor.is_cuda:
             self._uploads.send(into, values)
         else:
             into.copy_(values)
@@ -95,15 +95,12 @@ class LoadTarget:
             return tensor
         return region(tensor, self.holders.row(target, len(box.shape)), box)
 
-    @cached_property
-    def _as_stored(self) -> list[bool]:
-        """For each tensor whether its memory takes the stored bytes without conversion."""
-        alike = []
-        for tensor, stored in zip(self.tensors, self.stored, strict=True):
-            alike.append(
-                tensor is not None
-                and tensor.dtype == stored
-                and not tensor.is_conj()
-                and not tensor.is_neg()
-            )
-        return alike
+    def _is_as_stored(self, target: int) -> bool:
+        """Whether the tensor's memory takes the stored bytes without conversion."""
+        tensor = self.tensors[target]
+        return (
+            tensor is not None
+            and tensor.dtype == self.stored[target]
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )

@@ -96,38 +96,40 @@ def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
     return (b.cast("B") for b in buffers if b.nbytes)
 
 
-def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Divide the buffers into lists for one call each: limited vectors, limited bytes."""
-    # A single buffer is perhaps one of very many.
-    if len(buffers) == 1 and 0 < buffers[0].nbytes <= _BATCH:
-        yield [buffers[0].cast("B")]
-        return
-    if len(buffers) <= _VECTORS and sum(b.nbytes for b in buffers) <= _BATCH:
-        yield list(_flat(buffers))
+def _batches(
+    buffers: Sequence[memoryview],
+) -> Iterator[tuple[Sequence[memoryview], int]]:
+    """Divide the buffers into lists for one call each, with their bytes.
+
+    A call takes limited vectors and limited bytes.
+    """
+    sizes = [b.nbytes for b in buffers]
+    total = sum(sizes)
+    if len(sizes) <= _VECTORS and total <= _BATCH and 0 not in sizes:
+        yield buffers, total
         return
     batch: list[memoryview] = []
     room = _BATCH
     for view in _flat(buffers):
         while len(view) > room:
             batch.append(view[:room])
-            yield batch
+            yield batch, _BATCH
             view, batch, room = view[room:], [], _BATCH
         batch.append(view)
         room -= len(view)
         if len(batch) == _VECTORS or not room:
-            yield batch
+            yield batch, _BATCH - room
             batch, room = [], _BATCH
     if batch:
-        yield batch
+        yield batch, _BATCH - room
 
 
-def _after(batch: list[memoryview], done: int) -> list[memoryview]:
+def _after(batch: Sequence[memoryview], done: int) -> list[memoryview]:
     """Return the rest of the batch after its first ``done`` bytes."""
-    if done == sum(map(len, batch)):
-        return []
-    for i, view in enumerate(batch):
+    rest = list(_flat(batch))
+    for i, view in enumerate(rest):
         if done < len(view):
-            return [view[done:], *batch[i + 1 :]]
+            return [view[done:], *rest[i + 1 :]]
         done -= len(view)
     return []
 
@@ -176,11 +178,13 @@ class LocalWriter(_Open, FileWriter):
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         try:
-            for batch in _batches(buffers):
-                while batch:
+            for batch, left in _batches(buffers):
+                while left:
                     done = os.writev(self._fd, batch)
                     self._written += done
-                    batch = _after(batch, done)
+                    left -= done
+                    if left:
+                        batch = _after(batch, done)
                 self._start_writeback(_BATCH)
                 self._moved()
         except OSError as error:
@@ -224,13 +228,15 @@ class LocalUpdater(_Open, FileUpdater):
                 size = buffers[0].nbytes
                 if size < _BATCH and os.pwrite(self._fd, buffers[0], start) == size:
                     return
-            for batch in _batches(buffers):
-                while batch:
+            for batch, left in _batches(buffers):
+                while left:
                     done = os.pwritev(self._fd, batch, start)
                     if done >= _BATCH:
                         kernel.write_back(self._fd, start, done)
                     start += done
-                    batch = _after(batch, done)
+                    left -= done
+                    if left:
+                        batch = _after(batch, done)
                 self._moved()
         except OSError as error:
             raise failure("write", self._path, error) from error
@@ -356,21 +362,22 @@ class LocalReader(FileReader):
         self.size = size
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
-        for batch in _batches(buffers):
-            while batch:
+        for batch, left in _batches(buffers):
+            while left:
                 self._moved()
                 try:
                     done = patiently(os.preadv, self._fd, batch, start)
                 except OSError as error:
                     raise failure("read", self._path, error) from error
                 if not done:
-                    missing = sum(map(len, batch))
                     raise CorruptCheckpoint(
-                        f"{self._path} ends at byte {self.size}: {missing} bytes from byte "
+                        f"{self._path} ends at byte {self.size}: {left} bytes from byte "
                         f"{start} on are missing"
                     )
                 start += done
-                batch = _after(batch, done)
+                left -= done
+                if left:
+                    batch = _after(batch, done)
 
     def stored(self, start: int, length: int, enough: int) -> int:
         found, at, end = 0, start, min(start + length, self.size)
