@@ -30,8 +30,8 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from uuid import uuid4
@@ -248,16 +248,8 @@ class Transaction:
         new = {**small}
         if indexed or isinstance(self.target, ObjectTarget):
             new[INDEX] = index
-        written = list(finished.written)
-        sizes = self.storage.sizes(written)
-        there = [n for n, size in zip(written, sizes, strict=True) if size is not None]
-        most = [size for size in sizes if size is not None]
-        found = self.storage.contents(there, most)
-        for name, content in zip(there, found, strict=True):
-            if content == small[name]:
-                del new[name]
-            else:  # a rank had other options: those of the coordinator count
-                self.storage.delete(name)
+        for name in self._intact({name: small[name] for name in finished.written}):
+            del new[name]
         self.storage.put_new(new)
         for name in self._scratch:
             self.storage.delete(name)
@@ -267,6 +259,27 @@ class Transaction:
         count = len(manifest.files) + len(small) + 1
         checksum = len(index), digest(index)
         return Record(self.save_id, time.time(), checksum, count, nbytes)
+
+    def _intact(self, files: Mapping[str, bytes]) -> list[str]:
+        """The files that ranks wrote as the coordinator would. Removes those that differ.
+
+        A rank may have had other options. A resumed save has removed its files.
+        """
+        # There may be very many, each of which is opened once if all is well.
+        with suppress(FileNotFoundError, CorruptCheckpoint):
+            found = self.storage.contents([*files], list(map(len, files.values())))
+            if list(found) == list(files.values()):
+                return list(files)
+        intact = []
+        sizes = self.storage.sizes([*files])
+        for (name, content), size in zip(files.items(), sizes, strict=True):
+            if size is None:
+                continue
+            if size == len(content) and self.storage.get(name) == content:
+                intact.append(name)
+            else:
+                self.storage.delete(name)
+        return intact
 
     def _enter(self, state: State) -> None:
         if state not in _NEXT[self.state]:

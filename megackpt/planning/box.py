@@ -220,6 +220,17 @@ class Groups:
         return self.order[self.bounds[group] : self.bounds[group + 1]]
 
 
+def distinct(column: NDArray[Any], count: int) -> tuple[Int64, Int64]:
+    """The distinct numbers in a column, ascending, and for each element its number among these.
+
+    As by ``np.unique``, but without a sort: all are below ``count``.
+    """
+    is_there = np.zeros(count, np.bool_)
+    is_there[column] = True
+    place: Int64 = np.cumsum(is_there, dtype=np.int64) - 1
+    return np.flatnonzero(is_there), place[column]
+
+
 def runs(column: NDArray[Any]) -> Int64:
     """Bounds (n + 1 row numbers) of the n runs of equal values in a column."""
     if not len(column):

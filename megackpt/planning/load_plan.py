@@ -5,9 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from megackpt.errors import CorruptCheckpoint, MismatchError, join_truncated
-from megackpt.planning.box import Box, Boxes, Int64, expand_ranges, group_equal, runs
+from megackpt.planning.box import (
+    Box,
+    Boxes,
+    Int64,
+    distinct,
+    expand_ranges,
+    group_equal,
+    runs,
+)
 from megackpt.planning.coverage import shapes_table
 from megackpt.planning.manifest import (
+    LARGEST,
     Bool,
     Declarations,
     Int32,
@@ -63,7 +72,7 @@ def _stored_numbers(wanted: Declarations, manifest: Manifest) -> Int64:
     numbers = manifest.numbers()
     problems = []
     table = np.zeros(len(wanted.tensors), np.int64)
-    for i in np.unique(wanted.tensor).tolist():
+    for i in distinct(wanted.tensor, len(wanted.tensors))[0].tolist():
         key, meta = wanted.tensors[i]
         if key not in numbers:
             problems.append(f"Unexpected keys: {key!r} is not in the checkpoint")
@@ -106,8 +115,13 @@ def _overlaps(
         boxes.stop[row, axes[stored]],
     ]
     # One number for a tensor and a place in it, so that one search serves all tensors.
-    values, number = np.unique(np.concatenate(ends), return_inverse=True)
-    number += len(values) * np.concatenate([owner, owner, stored, stored])
+    number = np.concatenate(ends)
+    number -= number.min(initial=0)
+    span = int(number.max(initial=0)) + 1
+    if span * len(axes) >= LARGEST:
+        values, number = np.unique(number, return_inverse=True)
+        span = len(values)
+    number += span * np.concatenate([owner, owner, stored, stored], dtype=np.int64)
     start, stop, low, high = np.split(number, np.cumsum(list(map(len, ends[:3]))))
     order = np.argsort(start, kind="stable")
     chunks = chunks.take(order)
@@ -163,7 +177,7 @@ def _check_whole(
     """Raise unless each wanted row, or the stored part of a flexible one, is covered exactly."""
     tensors = plan.manifest.tensors
     found = plan.boxes
-    numbers, which = np.unique(stored, return_inverse=True)
+    numbers, which = distinct(stored, len(tensors))
     whole = shapes_table([tensors[n] for n in numbers], found.width)[which]
     boxes = wanted.boxes.widened(found.width)
     low = np.maximum(boxes.offset, 0)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megackpt.errors import MismatchError, join_truncated
-from megackpt.planning.box import Boxes
+from megackpt.planning.box import Boxes, distinct
 from megackpt.planning.coverage_report import key_pattern
 from megackpt.planning.manifest import (
     Declarations,
@@ -190,7 +190,7 @@ def check_shapes(
     numbers = manifest.numbers()
     problems = []
     hints = []
-    for i in np.unique(wanted.tensor).tolist():
+    for i in distinct(wanted.tensor, len(wanted.tensors))[0].tolist():
         key, meta = wanted.tensors[i]
         if key not in numbers or manifest.tensors[numbers[key]].meta == meta:
             continue
@@ -223,8 +223,8 @@ def check_shapes(
 
 def _names(tensors: Sequence[TensorEntry], tensor: Int32, boxes: Boxes) -> set[str]:
     is_object = itemsizes(tensors) == 0
-    numbers = np.unique(tensor[~is_object[tensor]]).tolist()
-    names = {tensors[number].key for number in numbers}
+    numbers, _ = distinct(tensor[~is_object[tensor]], len(tensors))
+    names = {tensors[number].key for number in numbers.tolist()}
     for row in np.flatnonzero(is_object[tensor]).tolist():
         entry = tensors[tensor[row]]
         if not entry.is_common:

@@ -10,15 +10,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import ParamSpec, TypeVar
 
 from megackpt import events, limits
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
-from megackpt.storage.interface import Batch, FileReader, FileUpdater, FileWriter
+from megackpt.storage.interface import FileReader, FileUpdater, FileWriter
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -35,10 +33,6 @@ _SYNCED_AT_ONCE = 4 << 20  # bytes: a file is made durable in such parts
 _VECTORS = 16  # buffers of one call, if the system does not say how many
 if "SC_IOV_MAX" in os.sysconf_names:
     _VECTORS = min(1024, os.sysconf("SC_IOV_MAX"))
-_OPEN = 120
-"""Files of a batch held open until they are synced. The first fsync on ext4 commits for all."""
-_THREADS = 4
-"""Threads that sync. A disk flushes its cache once for all waiting threads."""
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _MOMENTARY = frozenset((errno.ESTALE, errno.EINTR, errno.EAGAIN, errno.EIO))
 _FIRST_PAUSE = 0.01  # seconds; each further one is twice as long
@@ -245,75 +239,14 @@ class LocalUpdater(_Open, FileUpdater):
         self._release()
 
 
-class LocalBatch(Batch):
-    """Many new files made durable together: one wait for the disk, not one for each file.
-
-    ``open_folder`` opens the folder of a file, and creates it if absent. It returns the descriptor,
-    the last part of the file's name, and the file's path. ``sync`` makes the entries of a folder
-    durable. ``moved``: see ``Storage.moved``.
-    """
-
-    def __init__(
-        self,
-        open_folder: Callable[[str], tuple[int, str, str]],
-        sync: Callable[[str], None],
-        moved: Callable[[], object],
-    ) -> None:
-        self._moved = moved
-        self._open_folder = open_folder
-        self._sync = sync
-        self._waiting: list[tuple[int, str]] = []
-        self._folders: dict[str, None] = {}
-
-    def create(self, name: str) -> FileWriter:
-        writer = _BatchWriter(*self._open_folder(name), self._moved)
-        writer.batch = self
-        while name:  # another writer may have made a folder above and not synced it yet
-            name = name.rpartition("/")[0]
-            self._folders[name] = None
-        return writer
-
-    def take(self, fd: int, path: str) -> None:
-        """Make a written file durable, and close it, with others."""
-        self._waiting.append((fd, path))
-        if len(self._waiting) == _OPEN:
-            self._sync_files()
-
-    def _sync_files(self) -> None:
-        try:
-            # First: the fsync of one file may wait for the bytes of all.
-            for file in self._waiting:
-                _write_parts(self._moved, file)
-            _each(partial(_sync_file, self._moved), self._waiting)
-        finally:
-            self.abort()
-
-    def close(self) -> None:
-        self._sync_files()
-        folders, self._folders = self._folders, {}
-        _each(self._sync, list(folders))
-
-    def abort(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for fd, _ in waiting:
-            os.close(fd)
-
-
-class _BatchWriter(LocalWriter):
-    batch: LocalBatch
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            self._start_writeback(1)
-            os.close(self._folder)
-            fd, self._fd = self._fd, -1
-            self.batch.take(fd, self._path)
-
-
 def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
     """Make a file durable. Call ``moved`` whenever a part has reached the disk."""
+    write_parts(moved, file)
+    fsync(moved, file)
+
+
+def fsync(moved: Callable[[], object], file: tuple[int, str]) -> None:
     fd, path = file
-    _write_parts(moved, file)
     try:
         os.fsync(fd)
     except OSError as error:
@@ -321,7 +254,7 @@ def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
     moved()
 
 
-def _write_parts(moved: Callable[[], object], file: tuple[int, str]) -> None:
+def write_parts(moved: Callable[[], object], file: tuple[int, str]) -> None:
     """Wait until a file's bytes are on the disk, but for the last part. fsync does the rest."""
     fd, path = file
     try:
@@ -332,21 +265,6 @@ def _write_parts(moved: Callable[[], object], file: tuple[int, str]) -> None:
                 moved()
     except OSError as error:
         raise failure("make durable", path, error) from error
-
-
-def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call ``work`` on each, in a few threads if there are many. Raise when all have ended."""
-
-    def each(share: Sequence[T]) -> None:
-        for item in share:
-            work(item)
-
-    if len(items) < 4 * _THREADS:
-        each(items)
-        return
-    shares = [items[number::_THREADS] for number in range(_THREADS)]
-    with ThreadPoolExecutor(_THREADS, "megackpt-sync") as pool:
-        list(pool.map(each, shares))
 
 
 class LocalReader(FileReader):
@@ -495,10 +413,11 @@ def make_folder(fd: int, name: str, durably: bool = True) -> None:
 
 def enter_folder(fd: int, part: str, make: bool, durably: bool) -> int:
     """Open a folder; make it first if it is absent and ``make``."""
-    try:
-        return patiently(os.open, part, BELOW, dir_fd=fd)
-    except FileNotFoundError:
-        if not make:
-            raise
+    if not make or durably:
+        try:
+            return patiently(os.open, part, BELOW, dir_fd=fd)
+        except FileNotFoundError:
+            if not make:
+                raise
     make_folder(fd, part, durably)
     return patiently(os.open, part, BELOW, dir_fd=fd)

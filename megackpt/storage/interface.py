@@ -30,17 +30,17 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
 
     They are absolute, contain NUL, have an empty, ``.`` or ``..`` part, or cannot be encoded.
     """
-    unsafe = []
-    for name in names:
-        is_safe = _SAFE.fullmatch(name) is not None
-        if not name.isascii():
-            try:
-                os.fsencode(name)
-            except UnicodeEncodeError:
-                is_safe = False
-        if not is_safe:
-            unsafe.append(name)
-    return unsafe
+    return [name for name in names if not is_safe_name(name)]
+
+
+def is_safe_name(name: str) -> bool:
+    """Return False if ``unsafe_names`` would return the name."""
+    if not name.isascii():
+        try:
+            os.fsencode(name)
+        except UnicodeEncodeError:
+            return False
+    return _SAFE.fullmatch(name) is not None
 
 
 def allocate(size: int, where: str) -> bytearray:

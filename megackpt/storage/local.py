@@ -14,7 +14,6 @@ from megackpt.storage import kernel
 from megackpt.storage.files import (
     BELOW,
     FOLDER,
-    LocalBatch,
     LocalReader,
     LocalUpdater,
     LocalWriter,
@@ -31,8 +30,9 @@ from megackpt.storage.interface import (
     FileUpdater,
     FileWriter,
     Storage,
-    unsafe_names,
+    is_safe_name,
 )
+from megackpt.storage.local_batch import LocalBatch
 
 # NONBLOCK: the open of a FIFO must not wait for its other end.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -48,7 +48,7 @@ def _checked(name: str, new: bool = False) -> list[str]:
     ``new``: a save chose the name, and the file system checks its length.
     """
     parts = name.split("/")
-    is_safe = not unsafe_names([name])
+    is_safe = is_safe_name(name)
     # A character has at most four bytes.
     if is_safe and not new and 4 * len(name) > _LONGEST:
         is_safe = max(len(os.fsencode(part)) for part in parts) <= _LONGEST
@@ -120,9 +120,14 @@ class LocalStorage(Storage):
         return LocalWriter(folder, last, self._path(name), self.moved)
 
     def batch(self) -> Batch:
-        def open_folder(name: str) -> tuple[int, str, str]:
-            folder, last = self._parent(name, make=True, durably=False)
-            return folder, last, self._path(name)
+        def open_folder(name: str, known: dict[str, int]) -> tuple[int, str, str]:
+            *parts, last = _checked(name, new=True)
+            path = self._path(name)
+            folder = os.path.dirname(path)
+            if folder not in known:
+                known[folder] = self._descend(parts, make=True, durably=False)
+            with self._refusals("enter the folder of", name):
+                return os.dup(known[folder]), last, path
 
         return LocalBatch(open_folder, self._sync, self.moved)
 
@@ -407,12 +412,10 @@ class LocalStorage(Storage):
     def _path(self, name: str) -> str:
         return os.path.join(self.location, name)
 
-    def _parent(
-        self, name: str, make: bool = False, durably: bool = True
-    ) -> tuple[int, str]:
+    def _parent(self, name: str, make: bool = False) -> tuple[int, str]:
         """Return a descriptor of an entry's folder, which the caller closes, and its name there."""
         *folders, last = _checked(name, new=make)
-        return self._descend(folders, make, durably), last
+        return self._descend(folders, make), last
 
     def _descend(
         self, folders: Sequence[str], make: bool = False, durably: bool = True

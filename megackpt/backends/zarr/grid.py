@@ -11,7 +11,15 @@ import numpy as np
 
 from megackpt.backends.object_files import encode_key, folder
 from megackpt.backends.zarr.codecs import Packing
-from megackpt.planning.box import Box, Boxes, Int64, cut, largest_divisor, padded
+from megackpt.planning.box import (
+    Box,
+    Boxes,
+    Int64,
+    cut,
+    distinct,
+    largest_divisor,
+    padded,
+)
 from megackpt.planning.manifest import (
     ITEMSIZE,
     Bool,
@@ -194,7 +202,7 @@ class Cells:
         boxes: Boxes,
     ) -> Cells:
         # A plan may use a few tensors of a large table.
-        used, number = np.unique(tensor, return_inverse=True)
+        used, number = distinct(tensor, len(tensors))
         present = [tensors[t] for t in used.tolist()]
         extents = [cell_of(tensors[t].meta.shape, grids[t]) for t in used.tolist()]
         cells = padded(extents, 1, boxes.width)

@@ -287,6 +287,10 @@ class Declarations:
         return table[self.replica]
 
     @cached_property
+    def _packed(self) -> bytes:
+        return pack_table(self.tensors)
+
+    @cached_property
     def metas(self) -> tuple[tuple[TensorMeta, ...], Int32]:
         """The distinct metas, and the number there of each of ``tensors``."""
         return table_of(map(itemgetter(1), self.tensors))
@@ -381,7 +385,7 @@ class Declarations:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled with a packed table: the coordinator receives one from every rank."""
         columns = [getattr(self, field.name) for field in fields(self)[1:]]
-        return _received, (pack_table(self.tensors), *columns)
+        return _received, (self._packed, *columns)
 
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:

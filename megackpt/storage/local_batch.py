@@ -1,0 +1,107 @@
+"""Many new files of a local file system that become durable together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from megackpt.storage.files import LocalWriter, fsync, write_parts
+from megackpt.storage.interface import Batch, FileWriter
+
+T = TypeVar("T")
+
+_OPEN = 180
+"""Files and folders of a batch held open until they are synced. The first fsync on ext4 commits
+for all."""
+_THREADS = 4
+"""Threads that sync. A disk flushes its cache once for all waiting threads."""
+
+
+class LocalBatch(Batch):
+    """Many new files made durable together: one wait for the disk, not one for each file.
+
+    ``open_folder`` opens the folder of a file, and creates it if absent. It returns a descriptor
+    for the file's writer, the last part of the file's name, and the file's path. It is given the
+    descriptors of folders by path, and adds to them. ``sync`` makes the entries of a folder
+    durable. ``moved``: see ``Storage.moved``.
+    """
+
+    def __init__(
+        self,
+        open_folder: Callable[[str, dict[str, int]], tuple[int, str, str]],
+        sync: Callable[[str], None],
+        moved: Callable[[], object],
+    ) -> None:
+        self._moved = moved
+        self._open_folder = open_folder
+        self._sync = sync
+        self._waiting: list[tuple[int, str]] = []
+        self._open: dict[str, int] = {}  # folders with new entries
+        self._above: dict[str, None] = {}
+
+    def create(self, name: str) -> FileWriter:
+        known = len(self._open)
+        writer = _BatchWriter(*self._open_folder(name, self._open), self._moved)
+        writer.batch = self
+        if len(self._open) > known:
+            above = name.rpartition("/")[0]
+            while above:  # another writer may have made one and not synced it yet
+                above = above.rpartition("/")[0]
+                self._above[above] = None
+        return writer
+
+    def take(self, fd: int, path: str) -> None:
+        """Make a written file durable, and close it, with others."""
+        self._waiting.append((fd, path))
+        if len(self._waiting) + len(self._open) >= _OPEN:
+            self._sync_files()
+
+    def _sync_files(self) -> None:
+        try:
+            # First: the fsync of one file may wait for the bytes of all.
+            for file in self._waiting:
+                write_parts(self._moved, file)
+            folders = [(fd, path) for path, fd in self._open.items()]
+            _each(partial(fsync, self._moved), [*self._waiting, *folders])
+        finally:
+            self.abort()
+
+    def close(self) -> None:
+        self._sync_files()
+        folders, self._above = self._above, {}
+        _each(self._sync, list(folders))
+
+    def abort(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        folders, self._open = self._open, {}
+        for fd in (*(fd for fd, _ in waiting), *folders.values()):
+            os.close(fd)
+
+
+class _BatchWriter(LocalWriter):
+    batch: LocalBatch
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._start_writeback(1)
+            os.close(self._folder)
+            fd, self._fd = self._fd, -1
+            self.batch.take(fd, self._path)
+
+
+def _each(work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Call ``work`` on each, in a few threads if there are many. Raise when all have ended."""
+
+    def each(share: Sequence[T]) -> None:
+        for item in share:
+            work(item)
+
+    if len(items) < 4 * _THREADS:
+        each(items)
+        return
+    shares = [items[number::_THREADS] for number in range(_THREADS)]
+    with ThreadPoolExecutor(_THREADS, "megackpt-sync") as pool:
+        list(pool.map(each, shares))
