@@ -125,6 +125,8 @@ class LocalStorage(Storage):
             path = self._path(name)
             folder = os.path.dirname(path)
             if folder not in known:
+                while known:
+                    os.close(known.popitem()[1])
                 known[folder] = self._descend(parts, make=True, durably=False)
             with self._refusals("enter the folder of", name):
                 return os.dup(known[folder]), last, path

@@ -13,9 +13,8 @@ from megackpt.storage.interface import Batch, FileWriter
 
 T = TypeVar("T")
 
-_OPEN = 180
-"""Files and folders of a batch held open until they are synced. The first fsync on ext4 commits
-for all."""
+_OPEN = 120
+"""Files of a batch held open until they are synced. The first fsync on ext4 commits for all."""
 _THREADS = 4
 """Threads that sync. A disk flushes its cache once for all waiting threads."""
 
@@ -24,9 +23,9 @@ class LocalBatch(Batch):
     """Many new files made durable together: one wait for the disk, not one for each file.
 
     ``open_folder`` opens the folder of a file, and creates it if absent. It returns a descriptor
-    for the file's writer, the last part of the file's name, and the file's path. It is given the
-    descriptors of folders by path, and adds to them. ``sync`` makes the entries of a folder
-    durable. ``moved``: see ``Storage.moved``.
+    for the file's writer, the last part of the file's name, and the file's path. It keeps the
+    folder's own descriptor, by path, in place of that of another folder: many files come folder by
+    folder. ``sync`` makes the entries of a folder durable. ``moved``: see ``Storage.moved``.
     """
 
     def __init__(
@@ -39,24 +38,21 @@ class LocalBatch(Batch):
         self._open_folder = open_folder
         self._sync = sync
         self._waiting: list[tuple[int, str]] = []
-        self._open: dict[str, int] = {}  # folders with new entries
-        self._above: dict[str, None] = {}
+        self._open: dict[str, int] = {}  # the last folder
+        self._folders: dict[str, None] = {}
 
     def create(self, name: str) -> FileWriter:
-        known = len(self._open)
         writer = _BatchWriter(*self._open_folder(name, self._open), self._moved)
         writer.batch = self
-        if len(self._open) > known:
-            above = name.rpartition("/")[0]
-            while above:  # another writer may have made one and not synced it yet
-                above = above.rpartition("/")[0]
-                self._above[above] = None
+        while name:  # another writer may have made a folder above and not synced it yet
+            name = name.rpartition("/")[0]
+            self._folders[name] = None
         return writer
 
     def take(self, fd: int, path: str) -> None:
         """Make a written file durable, and close it, with others."""
         self._waiting.append((fd, path))
-        if len(self._waiting) + len(self._open) >= _OPEN:
+        if len(self._waiting) == _OPEN:
             self._sync_files()
 
     def _sync_files(self) -> None:
@@ -64,21 +60,21 @@ class LocalBatch(Batch):
             # First: the fsync of one file may wait for the bytes of all.
             for file in self._waiting:
                 write_parts(self._moved, file)
-            folders = [(fd, path) for path, fd in self._open.items()]
-            _each(partial(fsync, self._moved), [*self._waiting, *folders])
+            _each(partial(fsync, self._moved), self._waiting)
         finally:
             self.abort()
 
     def close(self) -> None:
         self._sync_files()
-        folders, self._above = self._above, {}
+        folders, self._folders = self._folders, {}
         _each(self._sync, list(folders))
 
     def abort(self) -> None:
         waiting, self._waiting = self._waiting, []
-        folders, self._open = self._open, {}
-        for fd in (*(fd for fd, _ in waiting), *folders.values()):
+        for fd, _ in waiting:
             os.close(fd)
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 class _BatchWriter(LocalWriter):
