@@ -99,14 +99,14 @@ def array_document(layout: ArrayLayout) -> dict[str, Any]:
 
 def array_file(entry: TensorEntry, layout: ArrayLayout) -> bytes:
     """The zarr.json of the array of a tensor: the fields of its layout, then its own."""
-    attributes = {"key": entry.key}
+    attributes = f'"key": {json.dumps(entry.key)}'
     if entry.meta.dtype in EXOTIC:
-        attributes["megackpt"] = _HINT
+        attributes += f', "megackpt": {json.dumps(_HINT)}'
     # xarray opens no array without names, and takes axes of one name to have one length.
-    name = entry_name(entry)
-    names = [f"{name}.dim_{axis}" for axis in range(len(layout.shape))]
-    own = json.dumps({"attributes": attributes, "dimension_names": names})
-    return f"{_layout_text(layout)[:-1]}, {own[1:]}".encode()
+    name = entry_name(entry)  # without characters that JSON escapes
+    names = ", ".join(f'"{name}.dim_{axis}"' for axis in range(len(layout.shape)))
+    own = f'"attributes": {{{attributes}}}, "dimension_names": [{names}]'
+    return f"{_layout_text(layout)[:-1]}, {own}}}".encode()
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +126,7 @@ def metadata_files(manifest: Manifest, packing: Packing) -> dict[str, bytes]:
         exotic |= entry.meta.dtype in EXOTIC
         name = entry_name(entry)
         document = array_file(entry, ArrayLayout.planned(entry.meta, grid, packing))
-        documents.append(f"{json.dumps(name)}: {document.decode()}")
+        documents.append(f'"{name}": {document.decode()}')
         files[f"{name}/{ARRAY}"] = document
     about: dict[str, Any] = {"version": VERSION, "arrays": len(documents)}
     group: dict[str, Any] = {
