@@ -118,6 +118,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     show.add_argument("--common", action="store_true", help=help_text)
     help_text = "write the shard map, one page that opens offline"
     show.add_argument("--html", metavar="FILE", help=help_text)
+    help_text = (
+        "write the overview of the shard map as a picture: which rank wrote what"
+    )
+    show.add_argument("--svg", metavar="FILE", help=help_text)
 
     help_text = "read everything and check every digest"
     verify = _add_command(commands, "verify", help_text)

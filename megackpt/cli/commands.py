@@ -180,7 +180,8 @@ def show(options: argparse.Namespace) -> Answer:
         "bytes": int(manifest.chunks.length.sum()),
     }
     text = data
-    if options.key is not None or not (options.common or options.html):
+    has_report = options.common or options.html or options.svg
+    if options.key is not None or not has_report:
         has_layout = options.chunks or (options.key is not None and len(numbers) == 1)
         data["entries"] = _entries(manifest, numbers, has_layout)
         if is_terminal(sys.stdout) and not options.all and not has_layout:
@@ -197,14 +198,21 @@ def show(options: argparse.Namespace) -> Answer:
     if options.html:
         from megackpt.cli.report import shard_map
 
-        page = shard_map(opened, title=options.checkpoint)
-        try:
-            Path(options.html).write_text(page, encoding="utf-8")
-        except OSError as error:
-            reason = f"cannot write {options.html}: {error.strerror}"
-            raise StorageError(reason) from error
+        _write(options.html, shard_map(opened, title=options.checkpoint))
         data["html"] = text["html"] = options.html
+    if options.svg:
+        from megackpt.cli.report import shard_map_svg
+
+        _write(options.svg, shard_map_svg(manifest, options.checkpoint))
+        data["svg"] = text["svg"] = options.svg
     return Answer(data, text=text)
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _select(manifest: Manifest, checkpoint: str, pattern: str | None) -> list[int]:

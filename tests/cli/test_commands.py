@@ -212,9 +212,9 @@ def test_the_page_lists_the_fields(
 ) -> None:
     assert set(asked("ls", checkpoint)) == fields("ls")
     page = str(tmp_path / "m.html")
-    assert set(asked("show", checkpoint, "w", "--common", "--html", page)) == fields(
-        "show"
-    )
+    picture = str(tmp_path / "m.svg")
+    files = ("--html", page, "--svg", picture)
+    assert set(asked("show", checkpoint, "w", "--common", *files)) == fields("show")
     assert set(asked("verify", checkpoint)) == fields("verify")
     assert set(asked("diff", checkpoint, checkpoint)) == fields("diff")
     assert set(asked("convert", checkpoint, tmp_path / "z", "--to", "zarr")) == fields(

@@ -137,6 +137,19 @@ def test_the_shard_map(
     plain("show", checkpoint, "--html", tmp_path / "no" / "map.html", status=6)
 
 
+def test_the_overview_as_a_picture(
+    checkpoint: Path, tmp_path: Path, asked: Callable[..., Any]
+) -> None:
+    picture = tmp_path / "map.svg"
+    answer = asked("show", checkpoint, "--svg", picture)
+    assert answer["svg"] == str(picture)
+    assert "entries" not in answer
+    text = picture.read_text(encoding="utf-8")
+    assert text.startswith("<svg ")
+    assert str(checkpoint)[-20:] in text
+    asked("show", checkpoint, "--svg", tmp_path / "no" / "map.svg", status=6)
+
+
 def test_long_numbers_in_keys_are_no_layers(
     tmp_path: Path, on_terminal: Callable[..., Any]
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.cli.report.overview import overview_data
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.coverage import shapes_table, uncovered
 from megackpt.planning.dedup import assign
@@ -188,7 +189,9 @@ def _boxes(
             flaws["count"].append(count)
             flaws["offset"] += box.offset
             flaws["extent"] += box.shape
+    nbytes = np.bincount(tensor, columns["length"], len(ndim))
     return {
+        "overview": overview_data(declared.tensors, nbytes.tolist()),
         "pieces": {
             "count": np.bincount(tensor, minlength=len(ndim)).tolist(),
             "offset": boxes.offset[own].tolist(),

@@ -161,7 +161,8 @@ def test_everything_is_told_at_first_sight(look: Look) -> None:
     (about,) = page.text(".about")
     assert "torch_dist 1" in about
     assert "5ave" * 8 in about
-    assert [text.split("\n")[0] for text in page.text("section h3")][:3] == [
+    assert [text.split("\n")[0] for text in page.text("section h3")][:4] == [
+        "Who wrote what",
         "Bytes per branch",
         "Bytes per dtype",
         "Bytes per rank",
@@ -273,7 +274,9 @@ def test_hostile_keys_are_shown_and_not_run(look: Look) -> None:
     ]
     page = look(shard_map(checkpoint(*tensors), HOSTILE))
     for row in range(6):
-        page.run(f"location.hash = '#t{row}'")
+        page.run(
+            f"location.hash = '#key=' + encodeURIComponent({json.dumps(tensors[row][0])})"
+        )
         page.settle()
         assert page.run("document.querySelector('main h2').textContent") == (
             tensors[row][0] or "(empty)"
@@ -359,7 +362,7 @@ def test_a_file_leads_to_its_tensors_and_back(look: Look) -> None:
 def test_bars_are_sorted(look: Look) -> None:
     boxes = [Box((0,), (100,)), Box((100,), (50,)), Box((150,), (250,))]
     page = look(shard_map(checkpoint(("w", (400,), boxes), ranks=3)))
-    page.run("document.querySelectorAll('section.block')[2].id = 'ranks'")
+    page.run("document.querySelectorAll('section.block')[3].id = 'ranks'")
     labels = "#ranks .label"
     assert page.text(labels) == ["rank 0", "rank 1", "rank 2"]
     page.click("#ranks button", having="largest")

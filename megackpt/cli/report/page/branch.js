@@ -14,9 +14,10 @@ function branchView(page, branch) {
     "article",
     {},
     branch.above && crumbs(page, branch),
-    make("h2", { class: branch.above ? "key" : "" }, branch.above ? wholeName(keys, branch) : "Everything"),
+    make("h2", { class: branch.above ? "key" : "" }, branch.above ? keys.wholeName(branch) : "Everything"),
     branch.above && branchFacts(contents, tensors),
     problemSection(page, tensors),
+    !branch.above && contents.size > 0 && new Overview(page).element,
     make(
       "div",
       { class: "sections" },
@@ -41,7 +42,7 @@ function branchView(page, branch) {
           title: "Bytes per rank",
           bars: byRank,
           spread: true,
-          colour: colourOf,
+          colour: (/** @type {number} */ rank) => colourOf(rank, contents.world, false),
           hint,
           pick: (/** @type {Bar} */ bar) => page.onlyRank(bar.number),
         }),
@@ -56,9 +57,6 @@ function branchView(page, branch) {
     ),
   );
 }
-
-/** @param {Keys} keys @param {Branch} branch */
-const wholeName = (keys, branch) => [...keys.path(branch).slice(1), branch].map((b) => b.name).join(".");
 
 /** The children of a branch as bars. @param {Page} page @param {Branch} branch @returns {Bar[]} */
 function partsOf({ contents, keys }, branch) {

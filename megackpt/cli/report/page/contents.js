@@ -24,6 +24,8 @@ class Contents {
     this.corner = starts(Array.from(this.owner, (t) => tensors.ndim[t]));
     this.pieces = pieces;
     this.held = holders && starts(holders.count);
+    this.heldBy = holders && holders.count.flatMap((/** @type {number} */ n, /** @type {number} */ i) => Array(n).fill(i));
+    this.world = 1 + largest(pieces.writer, holders ? holders.rank : [], told.idle ?? []);
     this.tensorBytes = new Float64Array(this.size);
     pieces.length.forEach((/** @type {number} */ n, /** @type {number} */ i) => (this.tensorBytes[this.owner[i]] += n));
     /** @type {Map<number, string>} */
@@ -192,6 +194,9 @@ class Bars {
     return [...this.rows.values()].sort((a, b) => a.number - b.number);
   }
 }
+
+/** The largest of these numbers, or -1. @param {...number[]} columns */
+const largest = (...columns) => columns.reduce((all, column) => column.reduce((n, m) => Math.max(n, m), all), -1);
 
 /** Where each of these runs begins, and where the last ends. @param {ArrayLike<number>} counts */
 function starts(counts) {

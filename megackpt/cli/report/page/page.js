@@ -45,17 +45,12 @@ function short(n) {
 
 /** @param {Contents} contents */
 function start(contents) {
+  setRamp(contents.told.overview.ramp);
   const keys = new Keys(contents);
   const detail = make("main", { id: "detail", tabindex: -1 });
   /** @type {Node_} */
   let current = keys.root;
 
-  /** @param {Node_} node */
-  const address = (node) => ("tensor" in node ? `#t${node.tensor}` : `#b${node.id}`);
-  const addressed = () => {
-    const [, kind, number] = /^#([tb])(\d+)$/.exec(location.hash) ?? [];
-    return (kind === "t" ? keys.leaves.get(Number(number)) : keys.branches[Number(number)]) ?? keys.root;
-  };
   const show = () => {
     detail.replaceChildren("tensor" in current ? new TensorView(page, current).element : branchView(page, current));
     detail.scrollTop = 0;
@@ -67,23 +62,22 @@ function start(contents) {
     tree.reveal(node);
     show();
     if (document.activeElement === document.body) detail.focus({ preventScroll: true }); // what was clicked is gone
-    if (by === "click") location.hash = address(node);
-    else location.replace(address(node)); // moving about with keys leaves no trail
+    if (by === "click") location.hash = keys.address(node);
+    else location.replace(keys.address(node)); // moving about with keys leaves no trail
   };
   /** @type {Page} */
   const page = {
     contents,
     keys,
     go,
-    onlyFile: (file) => only(contents.told.files[file], { file }),
-    onlyRank: (rank) => only(`rank ${rank}`, { rank }),
+    onlyFile: (file) => page.onlyTensors(contents.told.files[file], contents.tensorsWith({ file })),
+    onlyRank: (rank) => page.onlyTensors(`rank ${rank}`, contents.tensorsWith({ rank })),
+    onlyTensors: (label, tensors) => tree.restrict({ label, tensors }),
   };
-  /** @param {string} label @param {{file?: number, rank?: number}} wanted */
-  const only = (label, wanted) => tree.restrict({ label, tensors: contents.tensorsWith(wanted) });
   const tree = new Tree(keys, go);
 
   document.body.replaceChildren(header(contents), make("div", { class: "middle" }, tree.element, detail));
-  addEventListener("hashchange", () => go(addressed()));
+  addEventListener("hashchange", () => location.hash !== keys.address(current) && go(keys.addressed(location.hash)));
   darkness.addEventListener("change", show);
   addEventListener("keydown", (event) => {
     const typing = event.target instanceof HTMLInputElement || event.target instanceof HTMLSelectElement;
@@ -96,7 +90,7 @@ function start(contents) {
       tree.rows.pressed(event);
     }
   });
-  current = addressed();
+  current = keys.addressed(location.hash);
   tree.reveal(current);
   show();
 }

@@ -2,11 +2,33 @@
 
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 
-/** The colour of a rank or a file: hues far apart for neighbours, none of them red. @param {number} number */
-function colourOf(number) {
-  const hue = 60 + 285 * ((0.65 + number * 0.6180339887) % 1);
-  const light = (darkness.matches ? 0.5 : 0.855) + 0.03 * ((number % 3) - 1);
-  return `oklch(${light.toFixed(3)} 0.083 ${hue.toFixed(1)})`;
+/** @type {number[][]} */
+let ramp = []; // colours from the first to the last rank, ever lighter: told apart without their hues, too
+
+/** @param {string[]} colours */
+function setRamp(colours) {
+  ramp = colours.map((text) => [0, 2, 4].map((at) => parseInt(text.slice(at, at + 2), 16)));
+}
+
+/**
+ * The colour of a rank, a file or a number of copies.
+ * @param {number} number
+ * @param {number} total  of all that have colours
+ * @param {boolean} [tinted]  for large areas: darker on dark ground, and neighbours among many differ more
+ */
+function colourOf(number, total, tinted = true) {
+  const at = (ramp.length - 1) * Math.min(1, number / Math.max(1, total - 1));
+  const from = Math.min(Math.floor(at), ramp.length - 2);
+  const white = tinted && total > 8 ? [0, 0.36, 0.18, 0.54][number % 4] : 0;
+  const mixed = ramp[from].map((n, i) => n + (ramp[from + 1][i] - n) * (at - from));
+  const dark = tinted && darkness.matches ? 0.74 : 1; // large areas do not glare
+  return `rgb(${mixed.map((n) => Math.round(dark * (n + (255 - n) * white))).join(", ")})`;
+}
+
+/** Ink that can be read on a colour. @param {string} colour */
+function inkOn(colour) {
+  const [red, green, blue] = (colour.match(/\d+/g) ?? []).map(Number);
+  return 0.3 * red + 0.59 * green + 0.11 * blue > 135 ? "#1d1d1b" : "#fcfcfb";
 }
 
 class Pen {
@@ -73,7 +95,7 @@ class Pen {
     pen.lineWidth = 6;
     pen.strokeStyle = colour ?? this.token("--well");
     pen.strokeText(label, x + width / 2, y + height / 2);
-    pen.fillStyle = this.token("--on-piece");
+    pen.fillStyle = colour ? inkOn(colour) : this.token("--ink");
     pen.fillText(label, x + width / 2, y + height / 2);
   }
 

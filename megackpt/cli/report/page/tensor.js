@@ -8,6 +8,7 @@
  * @property {(node: Node_) => void} go
  * @property {(file: number) => void} onlyFile  restricts the tree to what is in a file
  * @property {(rank: number) => void} onlyRank
+ * @property {(label: string, tensors: Set<number>) => void} onlyTensors
  */
 
 /** The button that says a part of a path. @param {Page} page @param {Node_} node */
@@ -38,6 +39,9 @@ class TensorView {
       ...(declared ? ["copies"] : []),
     ];
     this.by = this.ways[0] ?? "writer";
+    const copies = largest(this.pieces.map((piece) => this.contents.copies(piece.number))) + 1;
+    /** @type {Record<string, number>} */
+    this.totals = { writer: this.contents.world, file: told.files.length, copies };
     this.axes = usualAxes(this.shape.length, (axis) => this.intervals(axis).length);
     /** @type {Map<number, number>} */
     this.steps = new Map(); // axis that is not drawn -> which interval of it
@@ -210,7 +214,7 @@ class TensorView {
       down,
       across,
       slice,
-      colour: (/** @type {Piece} */ piece) => (this.value(piece) < 0 ? null : colourOf(this.value(piece))),
+      colour: (/** @type {Piece} */ piece) => (this.value(piece) < 0 ? null : this.colour(this.value(piece))),
       labels: (/** @type {Piece} */ piece) => {
         const value = this.value(piece);
         return [this.meaning(value), ...(this.by === "file" || value < 0 ? [] : [`${value}`])];
@@ -227,6 +231,16 @@ class TensorView {
     return this.by === "writer" ? piece.writer : this.by === "file" ? piece.file : this.contents.copies(piece.number);
   }
 
+  /** @param {number} value */
+  colour(value) {
+    return colourOf(value, this.totals[this.by]);
+  }
+
+  /** A square in the colour of a rank, file or number of copies; below 0: hatched. @param {number} value */
+  swatch(value) {
+    return swatch(value < 0 ? null : this.colour(value));
+  }
+
   /** @param {number} value  what a colour stands for */
   meaning(value) {
     if (this.by === "copies") return plural(value, "copy", "copies");
@@ -236,7 +250,7 @@ class TensorView {
 
   showLegend() {
     const values = [...new Set(this.pieces.map((piece) => this.value(piece)))].sort((a, b) => a - b);
-    const items = values.slice(0, 16).map((value) => make("li", {}, swatch(value), this.meaning(value)));
+    const items = values.slice(0, 16).map((value) => make("li", {}, this.swatch(value), this.meaning(value)));
     if (values.length > 16) items.push(make("li", {}, `and ${values.length - 16} more`));
     const kinds = /** @type {[string, string, boolean][]} */ ([
       ["hole", "hole", this.flaws.some((flaw) => flaw.count === 0)],
@@ -246,7 +260,7 @@ class TensorView {
     const bad = kinds.filter(([, , there]) => there);
     this.legend.replaceChildren(
       ...items,
-      ...bad.map(([kind, text]) => make("li", { class: "bad" }, swatch(-1, kind), text)),
+      ...bad.map(([kind, text]) => make("li", { class: "bad" }, swatch(null, kind), text)),
     );
   }
 
@@ -341,7 +355,7 @@ class TensorView {
     const nobody = declared ? "nobody" : "–";
     const texts = [boxText(piece), piece.writer < 0 ? nobody : writer, bytes(piece.length), ...rest];
     const cells = texts.map((text) => make("span", { title: text }, text));
-    return make("div", { class: `piece ${told.kind}` }, swatch(this.value(piece)), ...cells);
+    return make("div", { class: `piece ${told.kind}` }, this.swatch(this.value(piece)), ...cells);
   }
 }
 
@@ -352,10 +366,10 @@ function select(options, chosen, change) {
   return make("select", { change: changed }, ...items);
 }
 
-/** A square in the colour of a rank or file; below 0: hatched, by kind. @param {number} value @param {string} [kind] */
-function swatch(value, kind = "nobody") {
-  const square = make("span", { class: value < 0 ? `swatch ${kind}` : "swatch", "aria-hidden": "true" });
-  if (value >= 0) square.style.background = colourOf(value);
+/** A square of a colour; without one hatched, by kind. @param {string | null} colour @param {string} [kind] */
+function swatch(colour, kind = "nobody") {
+  const square = make("span", { class: colour ? "swatch" : `swatch ${kind}`, "aria-hidden": "true" });
+  if (colour) square.style.background = colour;
   return square;
 }
 

@@ -98,6 +98,35 @@ class Keys {
     }
   }
 
+  /** The keys' common beginning, or the key. @param {Node_} node */
+  wholeName(node) {
+    if ("tensor" in node) return this.contents.keys[node.tensor];
+    return [...this.path(node).slice(1), node].map((branch) => branch.name).join(".");
+  }
+
+  /** The part of the page's address that opens a node: "#key=" and its key, or a branch's with a dot. @param {Node_} node */
+  address(node) {
+    if (!node.above) return "#";
+    const name = this.wholeName(node) + ("tensor" in node ? "" : ".");
+    return `#key=${encodeURIComponent(name.replace(/[\ud800-\udfff]/gu, "\ufffd"))}`;
+  }
+
+  /** What such an address opens: a tensor, or the first branch whose keys begin so. @param {string} hash @returns {Node_} */
+  addressed(hash) {
+    const [, text] = /^#key=(.*)$/s.exec(hash) ?? [];
+    if (text === undefined) return this.root;
+    for (const leaf of this.leaves.values()) if (this.address(leaf) === hash) return leaf;
+    let name = "";
+    try {
+      name = decodeURIComponent(text);
+    } catch {
+      return this.root;
+    }
+    const tensor = this.contents.keys.indexOf(name);
+    const begins = (/** @type {Branch} */ branch) => `${this.wholeName(branch)}.`.startsWith(`${name}.`.replace(/\.+$/, "."));
+    return this.leaves.get(tensor) ?? this.branches.slice(1).find(begins) ?? this.root;
+  }
+
   /** Is a key here that is not covered exactly? @param {Node_} node */
   broken(node) {
     return "tensor" in node ? this.contents.problems.has(node.tensor) : this.wrong[node.to] > this.wrong[node.from];

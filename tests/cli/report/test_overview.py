@@ -1,0 +1,298 @@
+"""The overview: its rows, its bars, the picture, and what colours, clicks and addresses do in the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megackpt.cli.report import (
+    shard_map,
+    shard_map_of_declarations,
+    shard_map_svg,
+)
+from megackpt.cli.report.map_data import manifest_data
+from megackpt.cli.report.overview import MAX_COLUMNS, MAX_ROWS, RAMP
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import (
+    OBJECT,
+    Declaration,
+    Declarations,
+    Manifest,
+    ShardId,
+    TensorMeta,
+)
+from megackpt.planning.save_plan import plan_save
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = "</text><script>document.title='run'</script>\0\ud800&\"'"
+
+Look = Callable[[str], Any]
+Row = tuple[str, int, int, int]  # key, elements, holders from this rank to that one
+
+
+def world(*rows: Row, dtypes: dict[str, str] | None = None) -> list[Declarations]:
+    """Of each rank: tensors of one axis that some ranks share equally."""
+    ranks = max(row[3] for row in rows)
+    parts: list[list[Declaration]] = [[] for _ in range(ranks)]
+    for key, elements, first, last in rows:
+        dtype = (dtypes or {}).get(key, "float32")
+        step = elements // (last - first)
+        for number, rank in enumerate(range(first, last)):
+            shard = ShardId(key, Box((number * step,), (step,)))
+            meta = TensorMeta((elements,), dtype)
+            parts[rank].append(Declaration(shard, meta, 0, False, 4 * step, rank))
+    return [Declarations.of(part) for part in parts]
+
+
+def stored(*rows: Row, dtypes: dict[str, str] | None = None) -> Manifest:
+    return plan_save(world(*rows, dtypes=dtypes))[1]
+
+
+def model(layers: int, stages: int = 2, each: int = 2) -> list[Row]:
+    """A pipeline whose stages are shared by ``each`` ranks, with Adam's state."""
+    rows = [("embedding.weight", 4096, 0, each)]
+    for layer in range(layers):
+        first = layer * stages // layers * each
+        for name in ("mlp.weight", "norm.weight"):
+            key = f"decoder.layers.{layer}.{name}"
+            rows.append((key, 1024, first, first + each))
+            rows.append((f"optimizer.state.exp_avg.{key}", 1024, first, first + each))
+            rows.append((f"optim.state.{key}.exp_avg_sq", 1024, first, first + each))
+    return rows
+
+
+def labels_and_keys(manifest: Manifest) -> dict[str, list[str]]:
+    data = manifest_data(manifest)
+    found: dict[str, list[str]] = {label: [] for label in data["overview"]["labels"]}
+    names = list(found)
+    for key, row in zip(data["tensors"]["key"], data["overview"]["row"], strict=True):
+        found[names[row]].append(key)
+    return found
+
+
+def test_a_layer_is_a_row_with_its_optimizer_state() -> None:
+    rows = labels_and_keys(stored(*model(12)))
+    layers = [f"decoder.layers.{i}" for i in range(12)]
+    assert list(rows) == [*layers, "embedding.weight"]
+    for label in layers:
+        assert len(rows[label]) == 6
+        assert all(f"{label}." in key for key in rows[label])
+
+
+def test_every_tensor_is_in_one_row_however_many_there_are() -> None:
+    many = labels_and_keys(stored(*model(100)))
+    assert len(many) <= MAX_ROWS
+    assert sum(map(len, many.values())) == 601
+    assert list(many)[:2] == ["decoder.layers.0–2", "decoder.layers.3–5"]
+    flat = labels_and_keys(stored(*((f"w{i}", 4, 0, 1) for i in range(1000))))
+    assert len(flat) <= MAX_ROWS
+    assert sum(map(len, flat.values())) == 1000
+    assert next(iter(flat)) == "w0–w20"
+
+
+def test_branches_without_layers_are_split_the_largest_first() -> None:
+    rows = [("a.b.x", 4, 0, 1), ("a.b.y", 4, 0, 1), ("a", 4, 0, 1), ("", 4, 0, 1)]
+    assert labels_and_keys(stored(*rows)) == {
+        "": [""],
+        "a": ["a"],
+        "a.b.x": ["a.b.x"],
+        "a.b.y": ["a.b.y"],
+    }
+    assert labels_and_keys(plan_save([Declarations.of([])])[1]) == {}
+
+
+def test_roles() -> None:
+    keys = ["w", "optimizer.w", "w.exp_avg", "master.optim_w", "optimal.w", "rng"]
+    rows = [(key, 4, 0, 1) for key in keys]
+    data = manifest_data(stored(*rows, dtypes={"rng": OBJECT}))
+    roles = dict(zip(data["tensors"]["key"], data["overview"]["role"], strict=True))
+    assert roles == dict(zip(keys, [0, 1, 1, 1, 0, 2], strict=True))
+
+
+def bars(svg: str) -> dict[str, float]:
+    """Height of all bars of each colour."""
+    found = {}
+    for path in ET.fromstring(svg).iter(f"{SVG}path"):
+        if colour := path.get("fill"):
+            heights = re.findall(r"v-([\d.]+)h", path.get("d") or "")
+            found[colour] = sum(map(float, heights))
+    return found
+
+
+def test_the_picture_has_a_bar_for_each_rank_in_its_colour() -> None:
+    svg = shard_map_svg(stored(("a", 400, 0, 4), ("b", 100, 0, 1)), "run/iter_1")
+    root = ET.fromstring(svg)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[0] == "run/iter_1"
+    assert "4 ranks" in (texts[1] or "")
+    assert {"a", "b", "0", "1", "2", "3", "1.6 KiB", "400 B"} <= set(texts)
+    heights = bars(svg)
+    assert next(iter(heights)) == f"#{RAMP[0]}"
+    assert list(heights)[-1] == f"#{RAMP[-1]}"
+    first, *others = heights.values()
+    assert first > 1.3 * others[0]
+    assert others == [others[0]] * 3
+
+
+def test_thousands_of_ranks_share_columns() -> None:
+    ranks = 4096
+    svg = shard_map_svg(stored(("a", 2 * ranks, 0, ranks), ("b", 4, 4000, 4001)))
+    heights = bars(svg)
+    assert 200 < len(heights) <= MAX_COLUMNS
+    assert "16 in a column" in svg
+    assert len(svg) < 60_000
+
+
+def test_a_checkpoint_without_ranks_is_shown_by_file(tmp_path) -> None:
+    manifest = stored(("a", 400, 0, 4))
+    chunks = manifest.chunks
+    nobody = chunks.writer * 0 - 1
+    manifest = Manifest(
+        manifest.tensors,
+        manifest.grids,
+        type(chunks)(
+            chunks.tensor,
+            chunks.boxes,
+            nobody,
+            chunks.tensor,
+            chunks.start,
+            chunks.length,
+            chunks.digests,
+        ),
+        ("model.safetensors",),
+    )
+    assert "1 files" in shard_map_svg(manifest)
+    assert len(bars(shard_map_svg(manifest))) == 1
+
+
+def test_hostile_keys_and_titles_are_text_in_the_picture() -> None:
+    svg = shard_map_svg(stored((HOSTILE, 4, 0, 1)), HOSTILE)
+    root = ET.fromstring(svg.encode())
+    assert {element.tag for element in root.iter()} == {
+        f"{SVG}{tag}" for tag in ("svg", "style", "rect", "path", "text")
+    }
+    assert "<script>" in "".join(root.itertext())
+    assert ET.fromstring(shard_map_svg(plan_save([Declarations.of([])])[1])) is not None
+
+
+@pytest.mark.browser
+def test_the_overview_is_the_first_thing_on_the_page(look: Look) -> None:
+    page = look(shard_map(stored(*model(4)), "run"))
+    assert page.text("main section h3")[0] == "Who wrote what"
+    texts = page.run(
+        "[...document.querySelectorAll('.overview text')].map(t => t.textContent)"
+    )
+    assert texts[:4] == ["0", "1", "2", "3"]
+    assert {"decoder.layers.3", "embedding.weight", "16.0 KiB"} <= set(texts)
+    assert page.run("document.querySelectorAll('.overview path').length") == 4
+    assert not page.log
+
+
+@pytest.mark.browser
+def test_colours_by_dtype_and_by_role(look: Look) -> None:
+    dtypes = {f"decoder.layers.{i}.mlp.weight": "bfloat16" for i in range(4)}
+    page = look(shard_map(stored(*model(4), dtypes=dtypes)))
+    page.click(".colours button", having="dtype")
+    assert page.text(".legend li") == ["float32 92.3 %", "bfloat16 7.7 %"]
+    page.click(".colours button", having="optimizer")
+    assert page.text(".legend li") == ["weights 38.5 %", "optimizer 61.5 %"]
+    assert page.run("document.querySelectorAll('.overview path').length") == 2
+    assert page.text(".colours [aria-pressed=true]") == ["weights, optimizer"]
+    page.scheme("dark")
+    page.settle()
+    assert page.text("main section h3")[0] == "Who wrote what"
+    assert not page.log
+
+
+@pytest.mark.browser
+def test_a_bar_tells_its_bytes_and_leads_to_its_tensors(look: Look) -> None:
+    page = look(shard_map(stored(*model(4))))
+    page.click(".stage", at=(0.95, 0.03))  # no row is there
+    assert page.text(".chip .key") == []
+    box = page.run(
+        "(b => [b.width, b.height])(document.querySelector('.stage').getBoundingClientRect())"
+    )
+    ground = page.run(
+        "[...document.querySelectorAll('.overview .ground')].slice(2, 3)"
+        ".map(r => ['x', 'y', 'width', 'height'].map(n => Number(r.getAttribute(n))))[0]"
+    )
+    x, y, width, height = ground
+    page.click(".stage", at=((x + 0.6 * width) / box[0], (y + height / 2) / box[1]))
+    assert page.text(".overview ~ .tip div") == [
+        "decoder.layers.2",
+        "rank 2: 12.0 KiB",
+    ]
+    assert page.text(".chip .key") == ["decoder.layers.2, rank 2"]
+    assert page.text(".found") == ["6 of 25 keys"]
+
+
+@pytest.mark.browser
+def test_what_is_held_is_shown_behind_what_is_written(look: Look) -> None:
+    box = Box((0,), (4,))
+    meta = TensorMeta((4,), "float32")
+    parts = []
+    for rank in range(3):
+        own = Declaration(ShardId("w", box), meta, rank, False, 16, rank)
+        parts.append(Declarations.of([own]))
+    page = look(shard_map_of_declarations(parts))
+    assert page.text("main section h3")[0] == "Who holds what, and who writes it"
+    assert page.run("document.querySelectorAll('.overview .kept').length") == 1
+    assert page.run("document.querySelectorAll('.overview [fill]').length") == 1
+
+
+@pytest.mark.browser
+def test_four_thousand_ranks_take_few_elements(look: Look) -> None:
+    rows = [(f"layers.{i}.w", 4096, 0, 4096) for i in range(4)]
+    page = look(shard_map(stored(*rows)))
+    assert "Each column is 16 ranks" in page.text("main .note")[0]
+    assert page.run("document.querySelectorAll('.overview *').length") < 600
+    assert not page.log
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(
+    ("address", "title"),
+    [
+        ("key=decoder.layers.3.mlp.weight", "decoder.layers.3.mlp.weight"),
+        ("key=decoder.layers.3.", "decoder.layers.3"),
+        ("key=decoder.layers.3", "decoder.layers.3"),
+        ("key=decoder", "decoder.layers"),
+        ("key=%3Cb%3E", "<b>"),
+        ("key=a%20%26%20%C3%BC", "a & ü"),
+        ("key=nothing", "Everything"),
+        ("key=%", "Everything"),
+        ("", "Everything"),
+    ],
+)
+def test_an_address_opens_a_key(look: Look, address: str, title: str) -> None:
+    rows = [*model(4), ("<b>", 4, 0, 1), ("a & ü", 4, 0, 1)]
+    page = look(shard_map(stored(*rows)))
+    page.run(f"location.hash = {json.dumps(address)}")
+    page.settle()
+    assert page.text("main h2") == [title]
+    assert not page.log
+
+
+@pytest.mark.browser
+def test_what_is_clicked_has_an_address_that_opens_it_again(look: Look) -> None:
+    keys = ["a.b", "a.b.c", "a.b.d", "x/y?#%&", HOSTILE]
+    page = look(shard_map(stored(*((key, 4, 0, 1) for key in keys))))
+    leaves = page.run("document.querySelectorAll('nav .row').length")
+    for number in range(1, leaves):
+        page.run(f"document.querySelectorAll('nav .row')[{number}].click()")
+        page.settle()
+        title = page.run("document.querySelector('main h2').textContent")
+        address = page.run("location.hash")
+        assert address.startswith("#key=")
+        page.run("location.hash = ''")
+        page.settle()
+        assert page.text("main h2") == ["Everything"]
+        page.run(f"location.hash = {json.dumps(address)}")
+        page.settle()
+        assert page.run("document.querySelector('main h2').textContent") == title
+    assert not page.log
