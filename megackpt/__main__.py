@@ -136,6 +136,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     diff.add_argument("--atol", type=_tolerance, help="absolute tolerance")
     help_text = "only the keys that match: 'decoder.*'"
     diff.add_argument("--select", default="*", metavar="PATTERN", help=help_text)
+    help_text = "write a page that shows what differs and how each is cut"
+    diff.add_argument("--html", metavar="FILE", help=help_text)
 
     help_text = "rewrite a checkpoint in another format"
     more = "Memory is bounded, and several processes work at once."

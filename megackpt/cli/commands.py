@@ -77,6 +77,11 @@ def diff(options: argparse.Namespace) -> Answer:
             f"neither {options.a} nor {options.b} has a key that matches {options.select!r}"
         )
     data = {"a": options.a, "b": options.b, "same": found.same, **vars(found)}
+    if options.html:
+        from megackpt.cli.report import comparison_map
+
+        _write(options.html, comparison_map(a, b, options.select, vars(found)))
+        data["html"] = options.html
     return Answer(data, int(not found.same))
 
 

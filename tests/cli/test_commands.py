@@ -216,7 +216,8 @@ def test_the_page_lists_the_fields(
     files = ("--html", page, "--svg", picture)
     assert set(asked("show", checkpoint, "w", "--common", *files)) == fields("show")
     assert set(asked("verify", checkpoint)) == fields("verify")
-    assert set(asked("diff", checkpoint, checkpoint)) == fields("diff")
+    same = ("diff", checkpoint, checkpoint, "--html", page)
+    assert set(asked(*same)) == fields("diff")
     assert set(asked("convert", checkpoint, tmp_path / "z", "--to", "zarr")) == fields(
         "convert"
     )

@@ -9,6 +9,7 @@ cannot take for markup. The page's own policy allows its script and its style, a
 
 from __future__ import annotations
 
+import fnmatch
 import gzip
 import html
 import json
@@ -21,11 +22,12 @@ from importlib.resources import files
 from typing import Any
 
 from megackpt.checkpoint import Opened
+from megackpt.cli.output import to_json
 from megackpt.cli.report.map_data import declarations_data, manifest_data
 from megackpt.cli.report.overview import overview_svg
 from megackpt.planning.manifest import Declarations, Manifest
 
-__all__ = ["shard_map", "shard_map_of_declarations", "shard_map_svg"]
+__all__ = ["comparison_map", "shard_map", "shard_map_of_declarations", "shard_map_svg"]
 
 SCRIPTS = (
     "words",
@@ -39,6 +41,7 @@ SCRIPTS = (
     "tensor",
     "overview",
     "branch",
+    "compare",
     "page",
 )
 """The scripts in their order in the page; they share one scope."""
@@ -85,6 +88,28 @@ def shard_map_of_declarations(
         declared = Declarations.merge(declared)
     data = declarations_data(declared.numbered(), balance)
     return _make_page(title or "a declaration", data)
+
+
+def comparison_map(a: Opened, b: Opened, select: str, found: Mapping[str, Any]) -> str:
+    """The page about two checkpoints: which keys differ, and how each of them is cut.
+
+    Args:
+        a: an open checkpoint.
+        b: another one.
+        select: the pattern of the keys that were compared.
+        found: the fields of their comparison.
+    """
+    keys = {*a.manifest.numbers(), *b.manifest.numbers()}
+    titles = [side.storage.location for side in (a, b)]
+    data = {
+        "kind": "comparison",
+        "a": {"title": titles[0], **manifest_data(a.manifest)},
+        "b": {"title": titles[1], **manifest_data(b.manifest)},
+        "keys": fnmatch.filter(sorted(keys), select),
+        # The page's numbers are floats: they cannot hold all integers.
+        "found": json.loads(json.dumps(to_json(found)), parse_int=str),
+    }
+    return _make_page(" and ".join(titles), data)
 
 
 def _make_page(title: str, data: Mapping[str, Any]) -> str:

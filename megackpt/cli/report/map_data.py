@@ -179,7 +179,8 @@ def _boxes(
     boxes = declared.boxes.take(rows).widened(int(ndim.max(initial=0)))
     own = np.arange(boxes.width) < ndim[tensor][:, None]
     # A key that is declared in several ways is several tensors, each without some boxes.
-    times = Counter(entry.key for entry in declared.tensors)
+    keys = [entry.key for entry in declared.tensors]
+    times = Counter(keys)
     flaws: dict[str, list[int]]
     flaws = {"tensor": [], "count": [], "offset": [], "extent": []}
     located = [n for n in problems if times[declared.tensors[n].key] == 1]
@@ -191,7 +192,7 @@ def _boxes(
             flaws["extent"] += box.shape
     nbytes = np.bincount(tensor, columns["length"], len(ndim))
     return {
-        "overview": overview_data(declared.tensors, nbytes.tolist()),
+        "overview": overview_data(keys, nbytes.tolist()),
         "pieces": {
             "count": np.bincount(tensor, minlength=len(ndim)).tolist(),
             "offset": boxes.offset[own].tolist(),

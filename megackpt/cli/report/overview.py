@@ -15,7 +15,6 @@ import numpy as np
 
 from megackpt.cli.output import escape
 from megackpt.events import format_size
-from megackpt.planning.manifest import TensorEntry
 
 MAX_ROWS = 48
 MAX_COLUMNS = 256
@@ -25,48 +24,29 @@ LEFT, CHART = 244, 680
 """Where the columns of the picture begin, and the width of all of them."""
 RAMP = ("41518f", "387aa0", "4aa291", "97c070", "e9c452")
 """The colours of the first to the last rank. They become lighter: print and most eyes show that."""
-_OPTIMIZER = re.compile(
-    r"(^|[._])(optim(izers?)?|(max_)?exp_avg(_sq)?|fp32_param|momentum_buffer)([._]|$)"
-)
-
 Parts = tuple[str, ...]
 
 
-def overview_data(
-    entries: Sequence[TensorEntry], nbytes: Sequence[int]
-) -> dict[str, Any]:
-    """Rows, the row of each tensor, and its role: 0 weight, 1 optimizer, 2 object."""
-    weights = {key for key, _ in entries if not _OPTIMIZER.search(key)}
-    parts: list[Parts] = []
-    roles = []
-    for key, meta in entries:
+def overview_data(keys: Sequence[str], nbytes: Sequence[int]) -> dict[str, Any]:
+    """The labels of the rows, and the numbers of the tensors of each."""
+    known = set(keys)
+    parts = []
+    for key in keys:
         own = tuple(key.split(".", 32))
-        role = int(key not in weights)
-        if role:
-            own = _weight_of(own, weights)
-        if meta.is_object:
-            role = 2
+        if "optim" in key:
+            own = _weight_of(own, known)
         parts.append(own)
-        roles.append(role)
     rows = _rows(parts, nbytes)
     names = sorted(rows, key=_natural)
-    row = [0] * len(parts)
-    for number, name in enumerate(names):
-        for tensor in rows[name]:
-            row[tensor] = number
-    return {
-        "labels": [".".join(name) for name in names],
-        "row": row,
-        "role": roles,
-        "ramp": RAMP,
-    }
+    labels = [".".join(name) for name in names]
+    return {"labels": labels, "tensors": [rows[name] for name in names], "ramp": RAMP}
 
 
-def _weight_of(parts: Parts, weights: set[str]) -> Parts:
+def _weight_of(parts: Parts, keys: set[str]) -> Parts:
     """The key of the weight that is within the key of an optimizer's tensor; else that key."""
-    for begin in range(len(parts)):
+    for begin in range(1, len(parts)):
         for end in (len(parts), len(parts) - 1):
-            if ".".join(parts[begin:end]) in weights:
+            if ".".join(parts[begin:end]) in keys:
                 return parts[begin:end]
     return parts
 
@@ -110,8 +90,10 @@ def overview_svg(data: dict[str, Any], title: str, style: str) -> str:
     """The overview in the data of a page, as a picture."""
     overview, pieces = data["overview"], data["pieces"]
     labels = overview["labels"]
-    tensor = np.repeat(np.arange(len(overview["row"])), pieces["count"])
-    row = np.array(overview["row"], np.int64)[tensor]
+    row = np.zeros(len(pieces["count"]), np.int64)
+    for number, tensors in enumerate(overview["tensors"]):
+        row[tensors] = number
+    row = np.repeat(row, pieces["count"])
     unit, column = "rank", np.array(pieces["writer"], np.int64)
     if (column < 0).all() and "file" in pieces:
         unit, column = "file", np.array(pieces["file"], np.int64)

@@ -19,7 +19,6 @@ from megackpt.cli.report.map_data import manifest_data
 from megackpt.cli.report.overview import MAX_COLUMNS, MAX_ROWS, RAMP
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
-    OBJECT,
     Declaration,
     Declarations,
     Manifest,
@@ -68,11 +67,10 @@ def model(layers: int, stages: int = 2, each: int = 2) -> list[Row]:
 
 def labels_and_keys(manifest: Manifest) -> dict[str, list[str]]:
     data = manifest_data(manifest)
-    found: dict[str, list[str]] = {label: [] for label in data["overview"]["labels"]}
-    names = list(found)
-    for key, row in zip(data["tensors"]["key"], data["overview"]["row"], strict=True):
-        found[names[row]].append(key)
-    return found
+    keys = data["tensors"]["key"]
+    overview = data["overview"]
+    rows = [[keys[tensor] for tensor in own] for own in overview["tensors"]]
+    return dict(zip(overview["labels"], rows, strict=True))
 
 
 def test_a_layer_is_a_row_with_its_optimizer_state() -> None:
@@ -104,14 +102,6 @@ def test_branches_without_layers_are_split_the_largest_first() -> None:
         "a.b.y": ["a.b.y"],
     }
     assert labels_and_keys(plan_save([Declarations.of([])])[1]) == {}
-
-
-def test_roles() -> None:
-    keys = ["w", "optimizer.w", "w.exp_avg", "master.optim_w", "optimal.w", "rng"]
-    rows = [(key, 4, 0, 1) for key in keys]
-    data = manifest_data(stored(*rows, dtypes={"rng": OBJECT}))
-    roles = dict(zip(data["tensors"]["key"], data["overview"]["role"], strict=True))
-    assert roles == dict(zip(keys, [0, 1, 1, 1, 0, 2], strict=True))
 
 
 def bars(svg: str) -> dict[str, float]:
@@ -207,6 +197,14 @@ def test_colours_by_dtype_and_by_role(look: Look) -> None:
     page.settle()
     assert page.text("main section h3")[0] == "Who wrote what"
     assert not page.log
+
+
+@pytest.mark.browser
+def test_roles(look: Look) -> None:
+    keys = ["w", "optimizer.w", "w.exp_avg", "master.optim_w", "optimal.w"]
+    page = look(shard_map(stored(*((key, 1024, 0, 1) for key in keys))))
+    page.click(".colours button", having="optimizer")
+    assert page.text(".legend li") == ["weights 40.0 %", "optimizer 60.0 %"]
 
 
 @pytest.mark.browser

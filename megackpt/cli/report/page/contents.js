@@ -8,11 +8,15 @@
  * @typedef {{label: string, value: number, held: number, number: number}} Bar
  */
 
+const ROLES = ["weights", "optimizer", "objects"];
+const OPTIMIZER = /(^|[._])(optim(izers?)?|(max_)?exp_avg(_sq)?|fp32_param|momentum_buffer)([._]|$)/;
+
 class Contents {
   /** @param {any} told  what megackpt/cli/report/contents.py wrote */
   constructor(told) {
     const { tensors, pieces, holders } = told;
     this.told = told;
+    this.flaw = "not covered exactly";
     this.declared = told.kind === "declaration";
     /** @type {string[]} */
     this.keys = tensors.key;
@@ -26,6 +30,8 @@ class Contents {
     this.held = holders && starts(holders.count);
     this.heldBy = holders && holders.count.flatMap((/** @type {number} */ n, /** @type {number} */ i) => Array(n).fill(i));
     this.world = 1 + largest(pieces.writer, holders ? holders.rank : [], told.idle ?? []);
+    this.row = new Int32Array(this.size); // of the overview, by tensor
+    told.overview.tensors.forEach((/** @type {number[]} */ own, /** @type {number} */ r) => own.forEach((t) => (this.row[t] = r)));
     this.tensorBytes = new Float64Array(this.size);
     pieces.length.forEach((/** @type {number} */ n, /** @type {number} */ i) => (this.tensorBytes[this.owner[i]] += n));
     /** @type {Map<number, string>} */
@@ -54,6 +60,11 @@ class Contents {
   /** @param {number} t */
   isObject(t) {
     return this.dtype(t) === "object";
+  }
+
+  /** An index of ROLES. @param {number} t */
+  role(t) {
+    return this.isObject(t) ? 2 : Number(OPTIMIZER.test(this.keys[t]));
   }
 
   /** @param {number} t */
@@ -215,5 +226,5 @@ function ragged(flat, lengths) {
 async function unpacked(packed) {
   const compressed = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
   const stream = new Blob([compressed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Contents(await new Response(stream).json());
+  return new Response(stream).json();
 }

@@ -2,7 +2,6 @@
 
 const PICTURE = document.getElementById("picture")?.namespaceURI ?? ""; // of the elements of SVG
 const KINDS = ["#4477aa", "#d9b04f", "#4aa291", "#a873a8", "#88b8dd", "#8a8a85"]; // the last: all others
-const ROLES = ["weights", "optimizer", "objects"];
 const MOST = 256; // columns: more ranks share them
 const [ROW_LEAST, ROW_USUAL, ALL_ROWS] = [15, 30, 420]; // pixels
 
@@ -12,9 +11,10 @@ const [ROW_LEAST, ROW_USUAL, ALL_ROWS] = [15, 30, 420]; // pixels
  */
 
 class Overview {
-  /** @param {Page} page */
-  constructor(page) {
+  /** @param {Page} page @param {boolean} [brief]  without the explanation */
+  constructor(page, brief = false) {
     this.page = page;
+    this.brief = brief;
     const { contents } = page;
     const { told } = contents;
     /** @type {string[]} */
@@ -27,7 +27,7 @@ class Overview {
     this.wide = Math.max(1, Math.ceil(this.many / this.step));
     this.by = this.unit;
     this.total = new Float64Array(this.labels.length);
-    contents.keys.forEach((_, t) => (this.total[told.overview.row[t]] += contents.tensorBytes[t]));
+    contents.keys.forEach((_, t) => (this.total[contents.row[t]] += contents.tensorBytes[t]));
     const none = contents.keys.map(() => 0);
     const held = this.unit === "rank" && contents.declared;
     this.held = held ? this.sum([""], none, told.holders.rank, contents.heldBy).values[0] : null;
@@ -39,7 +39,7 @@ class Overview {
     this.kinds = {
       [this.unit]: this.sum([""], none),
       dtype: this.sum(names, told.tensors.dtype.map((/** @type {number} */ d) => place.get(d))),
-      "weights, optimizer": this.sum(ROLES, told.overview.role),
+      "weights, optimizer": this.sum(ROLES, contents.keys.map((_, t) => contents.role(t))),
     };
     this.picture = /** @type {SVGSVGElement} */ (shape("svg", { role: "img", class: "overview" }));
     this.legend = make("ul", { class: "legend", "aria-label": "Colours" });
@@ -73,7 +73,7 @@ class Overview {
       `Each column is ${column}. A bar is the bytes ${bar}, in proportion to the largest in the row.`;
     const colours = ways.length > 1 && make("div", { class: "colours" }, "colours by ", choice);
     const head = make("header", {}, title, colours);
-    const body = [make("p", { class: "note" }, text), this.stage, this.legend];
+    const body = [!this.brief && make("p", { class: "note" }, text), this.stage, this.legend];
     return make("section", { class: "block" }, head, ...body);
   }
 
@@ -87,7 +87,7 @@ class Overview {
    */
   sum(names, kind, column = this.column, piece = null) {
     const { contents } = this.page;
-    const { row } = contents.told.overview;
+    const { row } = contents;
     const values = names.map(() => new Float64Array(this.labels.length * this.wide));
     for (let n = 0; n < column.length; n++) {
       if (column[n] < 0) continue;
@@ -241,8 +241,7 @@ class Overview {
     const at = this.under(event);
     if (!at) return;
     const { contents } = this.page;
-    const { row } = contents.told.overview;
-    const inside = new Set(contents.keys.flatMap((_, t) => (row[t] === at.r ? [t] : [])));
+    const inside = new Set(contents.told.overview.tensors[at.r]);
     let label = this.labels[at.r] || "(empty)";
     if (at.c >= 0 && this.step === 1) {
       const part = contents.tensorsWith({ [this.unit]: at.c });

@@ -21,19 +21,24 @@ function header(contents) {
     const kind = name === "save" || name === "in" ? "key" : "";
     return value && make("span", {}, make("span", { class: "dim" }, `${name} `), make("span", { class: kind }, value));
   });
+  return top(`Shard map of a ${told.kind}`, told.title, about, figures);
+}
+
+/** @param {string} eyebrow @param {string} title @param {Node[]} about @param {[string, string | null][]} figures */
+function top(eyebrow, title, about, figures) {
   const known = figures.filter(([, value]) => value !== null);
-  const shown = known.map(([name, value]) => make("div", {}, make("dd", {}, value), make("dt", {}, name)));
+  const items = known.map(([name, value]) => make("div", {}, make("dd", {}, value), make("dt", {}, name)));
   return make(
     "header",
     { class: "top" },
     make(
       "div",
       {},
-      make("p", { class: "eyebrow" }, `Shard map of a ${told.kind}`),
-      make("h1", {}, told.title),
+      make("p", { class: "eyebrow" }, eyebrow),
+      make("h1", {}, title),
       make("p", { class: "about" }, ...about),
     ),
-    make("dl", { class: "figures" }, ...shown),
+    make("dl", { class: "figures" }, ...items),
   );
 }
 
@@ -43,16 +48,22 @@ function short(n) {
   return power ? `${(n / 1000 ** power).toPrecision(3)} ${["", "k", "M", "G", "T", "P"][power]}` : count(n);
 }
 
-/** @param {Contents} contents */
-function start(contents) {
-  setRamp(contents.told.overview.ramp);
+/** @param {any} told */
+function start(told) {
+  const compared = told.kind === "comparison" ? new Compared(told) : null;
+  const contents = /** @type {Contents} */ (/** @type {unknown} */ (compared) ?? new Contents(told));
+  setRamp((told.overview ?? told.a.overview).ramp);
   const keys = new Keys(contents);
   const detail = make("main", { id: "detail", tabindex: -1 });
   /** @type {Node_} */
   let current = keys.root;
 
+  const view = () => {
+    if (!compared) return "tensor" in current ? new TensorView(page, current).element : branchView(page, current);
+    return "tensor" in current ? comparedTensor(page, current, compared) : comparisonView(page, current, compared);
+  };
   const show = () => {
-    detail.replaceChildren("tensor" in current ? new TensorView(page, current).element : branchView(page, current));
+    detail.replaceChildren(view());
     detail.scrollTop = 0;
   };
   /** @param {Node_} node @param {"key" | "click"} [by] */
@@ -76,7 +87,9 @@ function start(contents) {
   };
   const tree = new Tree(keys, go);
 
-  document.body.replaceChildren(header(contents), make("div", { class: "middle" }, tree.element, detail));
+  const above = compared ? comparisonHeader(compared) : header(contents);
+  if (compared) document.body.className = "comparison";
+  document.body.replaceChildren(above, make("div", { class: "middle" }, tree.element, detail));
   addEventListener("hashchange", () => location.hash !== keys.address(current) && go(keys.addressed(location.hash)));
   darkness.addEventListener("change", show);
   addEventListener("keydown", (event) => {

@@ -22,8 +22,8 @@ function crumbs(page, node) {
 }
 
 class TensorView {
-  /** @param {Page} page @param {Leaf} leaf */
-  constructor(page, leaf) {
+  /** @param {Page} page @param {Leaf} leaf @param {boolean} [titled] */
+  constructor(page, leaf, titled = true) {
     this.page = page;
     this.contents = page.contents;
     this.t = leaf.tensor;
@@ -59,8 +59,8 @@ class TensorView {
     this.element = make(
       "article",
       {},
-      crumbs(page, leaf),
-      make("h2", { class: "key" }, this.contents.keys[this.t] || "(empty)"),
+      titled && crumbs(page, leaf),
+      titled && make("h2", { class: "key" }, this.contents.keys[this.t] || "(empty)"),
       this.facts(),
       this.problem(),
       (this.shape.every((n) => n > 0) || this.flaws.length > 0) && this.drawingSection(),

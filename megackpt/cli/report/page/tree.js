@@ -276,7 +276,7 @@ class Tree {
         class: `${leaf ? "leaf" : "branch"}${broken ? " broken" : ""}`,
         "aria-level": node.depth + 1,
         "aria-expanded": !leaf && `${open}`,
-        "aria-label": broken && `${name}, not covered exactly`,
+        "aria-label": broken && `${name}, ${contents.flaw}`,
       },
       indent,
       make("span", { class: "twist", "aria-hidden": "true" }, !leaf && node.above && (open ? "▾" : "▸")),
