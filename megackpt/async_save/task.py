@@ -7,7 +7,8 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from datetime import timedelta
 from typing import Any, Generic, TypeVar
@@ -65,6 +66,7 @@ class Task(Generic[T]):
         self.stuck = False
         self.outcome: Attempt[T] | None = None
         self.cancelled: CheckpointingException | None = None
+        self._waits_for_ranks = False
         self._clock: list[int] = []  # of the processor time of its thread
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -87,6 +89,16 @@ class Task(Generic[T]):
             self.moved_at = time.monotonic()
         if self._on_progress is not None:
             self._on_progress(count)
+
+    @contextmanager
+    def waiting_for_ranks(self) -> Iterator[None]:
+        """In this block the work waits for other ranks, which has a bound of its own."""
+        self._waits_for_ranks = True
+        try:
+            yield
+        finally:
+            self.moved_at = time.monotonic()
+            self._waits_for_ranks = False
 
     def claim(self) -> bool:
         """True for the first caller, which performs the work."""
@@ -143,7 +155,9 @@ class Task(Generic[T]):
         # Counted in pauses: this process itself may have been stopped.
         while not self.wait(pause):
             before, seen = seen, (self.moved_at, _nanoseconds(self._clock))
-            silent = silent + 1 if seen == before else 0
+            silent += 1
+            if seen != before or self._waits_for_ranks:
+                silent = 0
             if silent * pause >= patience:
                 self._give_up(patience)
 

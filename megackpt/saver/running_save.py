@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from megackpt import events, gc_pause
 from megackpt.async_save import Advance, Task
@@ -61,6 +61,7 @@ class RunningSave:
         self.stuck = False  # a step of the transaction hangs
         self.transaction: Transaction | None = None
         self.task: Task[WriteResult] | None = None
+        self._step: Task[Any] | None = None  # the latest one of the transaction
         # Has later work on devices wait for the copy of an asynchronous save.
         self.hold: Callable[[], object] = lambda: None
         self.total = events.start(
@@ -115,7 +116,7 @@ class RunningSave:
             f"{step} of the save to {self.total.operation.path} "
             f"(rank {self.group.rank}, host {socket.gethostname()!r})"
         )
-        task = Task(work, name, timeout=self.timeout)
+        self._step = task = Task(work, name, timeout=self.timeout)
         try:
             task.run()
         finally:
@@ -205,10 +206,12 @@ class RunningSave:
 
     def _commit(self, backend: Backend, manifest: Manifest, advance: Advance) -> None:
         place = cast(Transaction, self.transaction)
+        step = cast(Task[None], self._step)
 
         def confirm() -> None:
             advance(0)  # raises if this rank has given the commit up
-            self.group.confirm()
+            with step.waiting_for_ranks():
+                self.group.confirm()
 
         try:
             place.storage.moved = partial(advance, 0)

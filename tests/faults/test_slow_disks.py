@@ -22,6 +22,7 @@ import torch
 import megackpt
 from megackpt import AsyncCallsQueue, AsyncRequest, CheckpointManager, ShardedTensor
 from megackpt.checkpoint.directory_target import DirectoryTarget
+from megackpt.distributed.group import SingleGroup
 from megackpt.errors import StorageError
 from megackpt.manager import retention
 from megackpt.storage import LocalStorage, files, kernel
@@ -462,6 +463,15 @@ def ended(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=True,
     )
+
+
+def test_a_commit_that_waits_for_ranks_blames_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last question to the other ranks may take the whole timeout."""
+    monkeypatch.setattr(SingleGroup, "confirm", lambda _: time.sleep(0.7))
+    megackpt.save(state_of(1.0), tmp_path / "a", timeout=HALF_A_SECOND)
+    assert value_of(tmp_path / "a") == 1.0
 
 
 @pytest.mark.slow
