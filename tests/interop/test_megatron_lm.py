@@ -72,7 +72,11 @@ def training(folder: str) -> None:
 
 def start(folder: str, later: bool, parallel: bool) -> None:
     """The arguments of a run: those of Megatron's parser, and what its checks would add."""
-    from megatron.core import parallel_state, rerun_state_machine
+    from megatron.core import (
+        num_microbatches_calculator,
+        parallel_state,
+        rerun_state_machine,
+    )
     from megatron.core.tensor_parallel import random as generators
     from megatron.training import arguments, checkpointing, global_vars
 
@@ -111,6 +115,8 @@ def start(folder: str, later: bool, parallel: bool) -> None:
     args.data_parallel_size = parallel_state.get_data_parallel_world_size()
     global_vars._GLOBAL_ARGS = args
     checkpointing._CHECKPOINT_VERSION = None
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2, 1, 1)
     rerun_state_machine.destroy_rerun_state_machine()
     rerun_state_machine.initialize_rerun_state_machine()
     generators.initialize_rng_tracker(force_reset=True)
