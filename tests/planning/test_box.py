@@ -11,6 +11,7 @@ from megackpt.planning.box import (
     Box,
     Boxes,
     cut,
+    distinct,
     group_equal,
     largest_divisor,
     regular_grids,
@@ -91,6 +92,14 @@ def test_joining_columns_of_several_widths() -> None:
     ]
     assert joined.volume.tolist() == [3, 4, 1]
     assert len(Boxes.concat([])) == 0
+
+
+def test_distinct_numbers() -> None:
+    for column in ([], [3], [4, 0, 4, 2, 0]):
+        numbers = np.array(column, np.int32)
+        found, place = distinct(numbers, 5)
+        expected = np.unique(numbers, return_inverse=True)
+        assert (found.tolist(), place.tolist()) == tuple(e.tolist() for e in expected)
 
 
 def test_runs() -> None:

@@ -230,6 +230,23 @@ def test_a_batch_is_durable_when_it_is_closed_and_folders_are_synced_once(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_batch_opens_the_folder_of_neighbours_once(root, monkeypatch):
+    opened = []
+    real = os.open
+
+    def recording(path, flags, *args, **named):
+        opened.append(path)
+        return real(path, flags, *args, **named)
+
+    monkeypatch.setattr(os, "open", recording)
+    with root.batch() as batch:
+        for name in ("a/x", "a/y", "b/x", "b/y", "c", "a/z"):
+            with batch.create(name) as writer:
+                writer.write(views(name.encode()))
+        assert opened == ["a", "x", "y", "b", "x", "y", ".", "c", "a", "z"]
+    assert root.get("a/y") == b"a/y"
+
+
 def test_a_batch_that_is_given_up_or_cannot_be_made_durable(root, monkeypatch):
     before = len(os.listdir("/proc/self/fd"))
     root.put_new({"f": b"1"})
