@@ -18,6 +18,7 @@ from pathlib import Path
 
 from benchmarks.chart import draw
 from benchmarks.figures import Course, Desk
+from benchmarks.first_use import FirstUse
 from benchmarks.peers import missing
 from benchmarks.races import Arena
 from benchmarks.ranks import BenchmarkFailed, Team
@@ -37,7 +38,7 @@ IN_THE_BACKGROUND = {
     for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
-FIGURES = (*RACES, *DESK)
+FIGURES = (*RACES, *DESK, "P15")
 MANY = 20_000  # small tensors a GiB
 
 
@@ -157,6 +158,11 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
         together(options, root, report, [name for name in peers if name in TEAM], only)
     if only.intersection((*ALONE_RACES, *DESK)):
         alone(options, root, report, peers, only)
+    if "P15" in only:
+        what = f"{options.gib:.2f} GiB, four new ranks TP2 x DP2 for each round, median of {options.rounds}"
+        section = report.section(what, options.formats)
+        first = FirstUse(root, section, options.formats, options.rounds)
+        first.compare(Spec.large(options.gib * 2**30))
 
 
 def together(

@@ -337,7 +337,7 @@ class _FilePart:
                 array.shape, array.dtype, window, 0, strides[: array.ndim]
             )
         else:
-            for start, part in _slabs(low, array, strides):
+            for start, part in self._slabs(low, array, strides):
                 self._fill(piece, start, part, strides)
 
     def _fill_run(self, piece: _Piece, low: int, array: Array) -> None:
@@ -348,10 +348,35 @@ class _FilePart:
             window = self._scratch(piece, low, array.nbytes)
             array[...] = np.ndarray(array.shape, array.dtype, window)
         else:
-            for start, part in _slabs(low, array, _c_strides(array)):
+            for start, part in self._slabs(low, array, _c_strides(array)):
                 self._fill_run(piece, start, part)
 
+    def _slabs(
+        self, low: int, array: Array, strides: list[int]
+    ) -> Iterator[tuple[int, Array]]:
+        """Slices along the outermost axis with several elements, of at most about a window each,
+        with their first bytes. If checked, each is within one digest block where that is possible.
+        """
+        axis = next(i for i, extent in enumerate(array.shape) if extent > 1)
+        before = (slice(None),) * axis
+        stride = strides[axis]
+        inner = array.itemsize  # bytes from the first to the last of one slice
+        for i in range(axis + 1, array.ndim):
+            inner += (array.shape[i] - 1) * strides[i]
+        first = 0
+        while first < array.shape[axis]:
+            start = low + first * stride
+            room = WINDOW
+            if self.job.checked:
+                room -= start % DIGEST_BLOCK
+            count = max(1, (room - inner) // stride + 1)
+            yield start, array[(*before, slice(first, first + count))]
+            first += count
+
     def _scratch(self, piece: _Piece, low: int, count: int) -> memoryview:
+        block, skipped = divmod(low, DIGEST_BLOCK)
+        if self.job.checked and skipped + count <= DIGEST_BLOCK:
+            return self._edge(piece, block)[skipped : skipped + count]
         if not self._window:
             self._window = memoryview(bytearray(WINDOW))
         window = self._window[:count]
@@ -412,14 +437,3 @@ def _c_strides(array: Array) -> list[int]:
         array.itemsize * math.prod(array.shape[axis + 1 :])
         for axis in range(array.ndim)
     ]
-
-
-def _slabs(low: int, array: Array, strides: list[int]) -> Iterator[tuple[int, Array]]:
-    """Slices along the outermost axis with several elements, of about a window each, with their
-    first bytes.
-    """
-    axis = next(i for i, extent in enumerate(array.shape) if extent > 1)
-    step = max(1, WINDOW // strides[axis])
-    before = (slice(None),) * axis
-    for first in range(0, array.shape[axis], step):
-        yield low + first * strides[axis], array[(*before, slice(first, first + step))]

@@ -8,8 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+
+# Imported here, not in the first load: np.unique would import numpy.ma, and
+# serialization the list of what a pickle may name.
+import numpy.ma
 import torch
 
+import megackpt.serialization.allowlist  # noqa: F401
 from megackpt import events, serialization
 from megackpt.async_save import Advance, Task
 from megackpt.backends.base import Backend

@@ -52,11 +52,14 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(told.read_text())
     assert f"{report['where']['cpu']}, {report['where']['cores']} cores" in done.stdout
-    team, training, alone, desk = (section["columns"] for section in report["sections"])
-    assert (team, alone, desk) == (
+    team, training, alone, desk, first = (
+        section["columns"] for section in report["sections"]
+    )
+    assert (team, alone, desk, first) == (
         [*FORMATS, "torch DCP", "limit"],
         [*FORMATS, *ALONE, "limit"],
         [*FORMATS, "torch DCP"],
+        FORMATS,
     )
     assert (
         training
@@ -72,6 +75,7 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         + ["P9"] * 6
         + ["P10"] * 2
         + ["P13"]
+        + ["P15"] * 3
     )
     for figure, what, who in found:
         assert "torch_dist" in who, (figure, what)
