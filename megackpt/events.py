@@ -32,7 +32,8 @@ class Event:
     operation: str
     """"save", "load", "verify"; on the command line also "diff" and "convert"."""
     stage: str
-    """declare, begin, plan, stage, audit, write, commit; open, compare, share, read, exchange; total."""
+    """declare, begin, plan, stage, audit, write, commit; open, compare, share, read, exchange;
+    total."""
     id: str
     """The id of the save that wrote the checkpoint. Empty if unknown or if there is none."""
     rank: int

@@ -119,7 +119,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     refused from their second save on.
 
     Args:
-        path: the directory, on a file system. A ``checkpoint_id`` given to ``save`` takes its place.
+        path: the directory, on a file system. A ``checkpoint_id`` of ``save`` takes its place.
         fqn_to_index_mapping: key -> number of its file, from 1 on. None: one file.
         thread_count: no effect. Two threads of each rank write.
         save_distributed: no effect. All ranks write, and only whole tensors are stored.

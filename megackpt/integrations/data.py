@@ -23,7 +23,7 @@ class LoaderState:
     methods are collective.
 
     At another number of ranks, or of workers, the samples that are left are divided among the
-    ranks, if the loader has a ``DistributedSampler`` (or torchdata's ``StatefulDistributedSampler``)
+    ranks, if the loader has a ``DistributedSampler`` or torchdata's ``StatefulDistributedSampler``
     over all ranks, and its dataset has no state of its own. Otherwise ``load_state_dict`` raises
     MismatchError with the reason, on all ranks.
 
@@ -133,9 +133,11 @@ class LoaderState:
         order = self._order()
         reason = ""
         if order is None:
-            reason = "the loader here has no DistributedSampler in batches, or a dataset with a state"
+            reason = "this loader has no DistributedSampler in batches, or a dataset with a state"
         elif any("order" not in state for state in states):
-            reason = "the loader that was saved had no DistributedSampler, or a dataset with a state"
+            reason = (
+                "the saved loader had no DistributedSampler, or a dataset with a state"
+            )
         elif any(
             state["order"] != order | {"replicas": len(states)} for state in states
         ):
@@ -152,7 +154,7 @@ class LoaderState:
         if reason:
             raise MismatchError(
                 f"{self._name}: saved on {len(states)} ranks with {states[0]['workers']} workers, "
-                f"restored on {ranks} with {self.loader.num_workers}: {reason}. Restore it as it was "
+                f"restored on {ranks} with {self.loader.num_workers}: {reason}. Restore it as "
                 f"saved, or restore without it"
             )
         return int(states[0]["samples"]) * len(states) // ranks

@@ -211,7 +211,7 @@ class _OwnSave:
         return files_below(self.root)
 
     def commit(self) -> None:
-        """Make the files of all ranks the checkpoint. Collective. Each rank reads a part of them."""
+        """Make the files of all ranks the checkpoint. Collective; each rank reads a part."""
         operation, backend = self.operation, self.backend
         group = operation.group
         name, version = backend.properties.name, backend.properties.version

@@ -43,7 +43,7 @@ _ADVICE = (
 
 
 Blocks = dict[int, tuple[list[int], list[bytes]]]
-"""By position in a list of shards: the numbers of the blocks that a rank has hashed, and digests."""
+"""By position in a list of shards: numbers and digests of the blocks that a rank has hashed."""
 
 
 @dataclass(frozen=True)
