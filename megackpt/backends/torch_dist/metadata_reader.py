@@ -129,7 +129,7 @@ class Listing:
                 )
             if (place.file, place.start) in taken:
                 raise CorruptCheckpoint(
-                    f"two chunks of {name!r} begin at byte {place.start} of {place.file!r}"
+                    f"two chunks of {name!r} begin at byte {place.start} of {place.file!r:.200}"
                 )
             if box.volume:
                 taken.add((place.file, place.start))

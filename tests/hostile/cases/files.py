@@ -104,7 +104,12 @@ add("the data of another", "ours", other("ours", "__0_0.distcp"), "damaged|not t
 add("the common state of another kind", "ours", other("zarr", "common.pt"), r"")
 add("a bit of data", "ours", flip("__0_0.distcp", 1000), "damaged")
 add("a bit of the index", "ours", flip("megackpt.index", 100), "digest|head|column")
-add("an index of a version to come", "ours", flip("megackpt.index", 8), "version")
+add(
+    "an index with another version",
+    "ours",
+    flip("megackpt.index", 8),
+    "index is damaged",
+)
 add(
     "the index of zarr",
     "ours",
