@@ -245,7 +245,7 @@ class Transaction:
         digests = {name: (len(data), digest(data)) for name, data in small.items()}
         index = sealed_index(manifest, digests)
         # No reader sees these files before the publication, so they are synced together.
-        new = {**small}
+        new = dict(small)
         if indexed or isinstance(self.target, ObjectTarget):
             new[INDEX] = index
         for name in self._intact({name: small[name] for name in finished.written}):
@@ -263,7 +263,7 @@ class Transaction:
     def _intact(self, files: Mapping[str, bytes]) -> list[str]:
         """The files that ranks wrote as the coordinator would. Removes those that differ.
 
-        A rank may have had other options. A resumed save has removed its files.
+        A rank may have had other options. Files may be absent: a resumed save has removed them.
         """
         # There may be very many, each of which is opened once if all is well.
         with suppress(FileNotFoundError, CorruptCheckpoint):

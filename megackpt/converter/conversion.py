@@ -177,6 +177,7 @@ class Conversion:
             save_id = uuid.uuid4().hex
         if resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
+        # Without an index a later save cannot know which files are its own.
         overwrite = overwrite and self.backend.properties.indexed
         place = begin(target, save_id=save_id, overwrite=overwrite, resume=resume)
         done: dict[int, TaskResult] = {}

@@ -128,7 +128,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         token: only None. The directory is not a repository of the Hub.
         index: write ``megackpt.index``, too: with digests for ``verify``, and such that another
             save with an index replaces the checkpoint.
-        overwrite: with ``index``: as in FileSystemWriter.
+        overwrite: False = raise CheckpointExists instead of replacing. Without ``index`` nothing
+            is replaced.
     """
 
     _item_writer = _PlacedItemWriter

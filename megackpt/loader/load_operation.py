@@ -134,7 +134,7 @@ def load(
             process_group=process_group,
             timeout=timeout,
             key_map=key_map,
-            dtype_policy=dtype_policy.replace("convert", ""),
+            dtype_policy=None if dtype_policy == "convert" else dtype_policy,
         )
     group = group_over(process_group, timeout)
     request = attempt(

@@ -40,6 +40,7 @@ class SaveOptions(TypedDict, total=False):
 
     overwrite: bool
     allow_large_common_state: bool
+    wait_staged: bool
     timeout: timedelta
 
 

@@ -90,6 +90,7 @@ class RunningSave:
         @events.stage("begin")
         def work() -> Transaction:
             request = declared.get()
+            # Without an index a later save cannot know which files are its own.
             overwrite = request.overwrite and request.backend.properties.indexed
             save_id = uuid.uuid4().hex
             if cached:

@@ -126,6 +126,7 @@ def save(
         raise NotImplementedError(
             f"a common_strategy is not supported: {COMMON_IS_KEPT}"
         )
+    # An error in the strategy is raised below, on all ranks.
     own = attempt(lambda: resolve(sharded_strategy).own("save")).value
     if own is not None:
         later: AsyncRequest | None = own(
@@ -399,7 +400,7 @@ def _copy(
 
 
 def _hash(request: SaveRequest, part: RankPart) -> RankDigests:
-    """The digests of this rank's replicas. When this returns, the tensors may be changed."""
+    """The digests of this rank's replicas."""
     if part.replicas is None:
         return RankDigests(Declarations.of([]), [])
     turn = None

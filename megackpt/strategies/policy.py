@@ -6,18 +6,19 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, get_args
 
 from megackpt.backends.base import Backend
 from megackpt.errors import BackendError
 from megackpt.strategies.formats import backend_named, formats, kinds, made
 
-EXCHANGES = ("auto", "always", "never")
-AUDITS = ("off", "sample", "full")
+Exchange = Literal["auto", "always", "never"]
+Audit = Literal["off", "sample", "full"]
+OnMismatch = Literal["raise", "warn"]
 _CHOICES = {
-    "exchange": EXCHANGES,
-    "audit": AUDITS,
-    "on_mismatch": ("raise", "warn"),
+    "exchange": get_args(Exchange),
+    "audit": get_args(Audit),
+    "on_mismatch": get_args(OnMismatch),
 }
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 """Megatron's names of exchange algorithms."""
@@ -60,11 +61,11 @@ class Strategy:
     dedup_group: Any = None
     staging_memory: int | None = None
     load_group: Any = None
-    exchange: str = "never"
-    audit: str = "off"
+    exchange: Exchange = "never"
+    audit: Audit = "off"
     audit_every: int = 1
     audit_exclude: Sequence[str] = ()
-    on_mismatch: str = "raise"
+    on_mismatch: OnMismatch = "raise"
 
     def __post_init__(self) -> None:
         given: object = self.options  # callers without a type checker give anything
