@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -55,15 +55,14 @@ class CachedPlan:
     plan: SavePlan
     manifest: Manifest | None = None
     audit: Any = None
-    _uses: Iterator[int] = field(default_factory=lambda: count(1))
+    _uses: Iterator[int] = field(default_factory=count)
 
-    def next_save(self) -> tuple[str, int]:
-        """The id (hex) and the number of one more save with this plan, unique also among threads.
+    def next_save_id(self) -> str:
+        """The id (hex) of one more save with this plan, unique also among threads.
 
         Ranks derive the same id exactly if they hold the same round and used it equally often.
         """
-        use = next(self._uses)
-        return uuid5(NAMESPACE_OID, f"{self.first_id} {use}").hex, use
+        return uuid5(NAMESPACE_OID, f"{self.first_id} {next(self._uses)}").hex
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +71,12 @@ class PlanCache:
 
     size: int = 4
     _plans: OrderedDict[int, CachedPlan] = field(default_factory=OrderedDict)
+    _saves: Counter[int | None] = field(default_factory=Counter)
+
+    def turn(self, fingerprint: int | None) -> int:
+        """How many saves of these declarations were begun before, for audits that take turns."""
+        self._saves[fingerprint] += 1
+        return self._saves[fingerprint] - 1
 
     def get(self, fingerprint: int) -> CachedPlan | None:
         """The plan made for these declarations, or None."""

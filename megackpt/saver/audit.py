@@ -42,8 +42,10 @@ _ADVICE = (
 )
 
 
-Blocks = dict[int, tuple[list[int], list[bytes]]]
-"""By position in a list of shards: numbers and digests of the blocks that a rank has hashed."""
+Hashed = tuple[list[int], list[bytes]]
+"""Numbers and digests of the blocks of one replica that are compared."""
+Blocks = dict[int, list[Hashed]]
+"""By position in a list of shards, the replicas of a rank, usually one."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,17 @@ class AuditPolicy:
 class RankReplicas:
     """The rows of a rank's declarations that other ranks hold, too.
 
-    In a sample, those of at most ``always`` bytes are compared in every save.
+    In a sample, those of at most ``always`` bytes are compared in every save. The policy is that of
+    rank 0.
     """
 
     rows: Int32
     always: int
+    policy: AuditPolicy
+
+    def due(self, turn: int) -> bool:
+        """Whether this save is one that is compared."""
+        return turn % self.policy.every == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +93,16 @@ class AllReplicas:
 
 
 def find_replicas(
-    parts: Sequence[Declarations], exclude: Sequence[str]
+    parts: Sequence[Declarations], policy: AuditPolicy
 ) -> tuple[list[RankReplicas], AllReplicas]:
     """The tensors' shards that several ranks declare, for each rank and for rank 0.
 
-    Keys that match a pattern of ``exclude`` (as file names do) are left out.
+    Keys that match a pattern of ``policy.exclude`` (as file names do) are left out.
     """
     declared = Declarations.merge(parts)
     compared = [
-        not entry.meta.is_object and not any(fnmatchcase(entry.key, p) for p in exclude)
+        not entry.meta.is_object
+        and not any(fnmatchcase(entry.key, p) for p in policy.exclude)
         for entry in declared.tensors
     ]
     shards = declared.shards
@@ -113,7 +122,7 @@ def find_replicas(
         for rank in range(len(parts))
     )
     own = [
-        RankReplicas(local[bounds[rank] : bounds[rank + 1]], always)
+        RankReplicas(local[bounds[rank] : bounds[rank + 1]], always, policy)
         for rank in range(len(parts))
     ]
     return own, AllReplicas(declared.take(rows[entries.first]), entries)
@@ -132,7 +141,7 @@ class RankDigests:
     """What a rank has hashed: for each of these declarations its blocks' numbers and digests."""
 
     declared: Declarations
-    blocks: list[tuple[list[int], list[bytes]]]
+    blocks: list[Hashed]
 
     def packed(self) -> bytes:
         """One digest a replica."""
@@ -145,22 +154,24 @@ class RankDigests:
         return b"".join(joined)
 
     def of(self, shards: Sequence[ShardId]) -> Blocks:
-        """By position in ``shards``, the blocks of those that this rank has."""
-        held = {row.shard: i for i, row in enumerate(self.declared.rows())}
-        return {
-            i: self.blocks[held[shard]]
-            for i, shard in enumerate(shards)
-            if shard in held
-        }
+        """The blocks of each of these shards that this rank has, of all its declarations."""
+        numbers = {shard: i for i, shard in enumerate(shards)}
+        found: Blocks = {}
+        for row, blocks in zip(self.declared.rows(), self.blocks, strict=True):
+            if row.shard in numbers:
+                found.setdefault(numbers[row.shard], []).append(blocks)
+        return found
 
 
 def hash_replicas(
     replicas: RankReplicas,
     declared: Declarations,
     held: Sequence[Any],
-    turn: int | None,
+    turn: int,
 ) -> RankDigests:
-    """Hash this rank's replicas. ``turn`` numbers the saves of a sample; None: hash everything."""
+    """Hash this rank's replicas. ``turn`` numbers the saves, alike on all ranks."""
+    is_sample = replicas.policy.amount == "sample"
+    turn //= replicas.policy.every
     own = declared.take(replicas.rows)
     hashed = []
     for row, tensor_number in zip(
@@ -169,7 +180,7 @@ def hash_replicas(
         tensor = held[row]
         step = 1
         first = 0
-        if turn is not None and tensor.nbytes > replicas.always:
+        if is_sample and tensor.nbytes > replicas.always:
             # Replicas of one key begin alike, and those of different keys do not.
             step = TURNS
             first = (turn + crc32(own.tensors[tensor_number].key.encode())) % TURNS
@@ -209,15 +220,18 @@ def describe(
     lines = []
     for i, shard in enumerate(shards[:_NAMED]):
         ranks: dict[tuple[bytes, ...], list[int]] = {}
-        numbers: list[int] = []
+        compared: list[int] = []
         for rank, blocks in enumerate(found):
-            if i in blocks:
-                numbers, digests = blocks[i]
+            for numbers, digests in blocks.get(i, ()):
+                compared = numbers
                 ranks.setdefault(tuple(digests), []).append(rank)
+        if len(ranks) < 2:
+            lines.append(f"  {shard}")
+            continue
         (most, largest), *others = sorted(ranks.items(), key=lambda item: -len(item[1]))
         apart = [
             number
-            for place, number in enumerate(numbers)
+            for place, number in enumerate(compared)
             if any(digests[place] != most[place] for digests, _ in others)
         ]
         groups = [name_ranks(largest), *(name_ranks(those) for _, those in others)]

@@ -36,17 +36,13 @@ logger = logging.getLogger("megackpt.saver")
 
 @dataclass(frozen=True, eq=False)
 class RankPart:
-    """What this rank writes and compares. Only rank 0 has ``manifest`` and ``all_replicas``.
-
-    ``turn`` is the number of audited saves with this plan before.
-    """
+    """What this rank writes and compares. Only rank 0 has ``manifest`` and ``all_replicas``."""
 
     save_id: str
     plan: SavePlan
     manifest: Manifest | None
     replicas: RankReplicas | None = None
     all_replicas: AllReplicas | None = None
-    turn: int = 0
 
 
 class RunningSave:
@@ -168,7 +164,6 @@ class RunningSave:
             if request.audit.raises:
                 raise ReplicaMismatch(text)
             logger.warning("%s", text)
-            self.total.operation.problem = text
             commit()
             return int(manifests[0].chunks.length.sum())
 

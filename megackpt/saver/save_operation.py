@@ -165,19 +165,21 @@ def save(
         cached = _find_plan(group, declared.value)
         started = operation.begin(declared, cached)
         # Plan, unless all ranks hold the plan of an earlier save.
-        reuse = _all_ranks_reuse(group, declared, cached, started)
+        reuse, turn = _all_ranks_reuse(group, declared, cached, started)
         if cached is not None and reuse:
             request = declared.get()
             part = cached
         else:
             request, part = make_plan(operation, declared, started)
+        if part.replicas is not None and not part.replicas.due(turn):
+            part = replace(part, replicas=None, all_replicas=None)
         operation.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
         if async_sharded_save:
             stage = _copy
         task = operation.task = stage(operation, request, part)
-        hashed = attempt(partial(_hash, request, part))
+        hashed = attempt(partial(_hash, request, part, turn))
         if wait_staged:
             operation.hold()
         if not async_sharded_save:
@@ -226,10 +228,7 @@ def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     held = cache_of(group.identity).get(request.fingerprint)
     if held is None:
         return None
-    save_id, turn = held.next_save()
-    turn, skipped = divmod(turn, request.audit.every)
-    replicas, all_replicas = (None, None) if skipped else held.audit
-    return RankPart(save_id, held.plan, held.manifest, replicas, all_replicas, turn)
+    return RankPart(held.next_save_id(), held.plan, held.manifest, *held.audit)
 
 
 def _all_ranks_reuse(
@@ -237,21 +236,28 @@ def _all_ranks_reuse(
     declared: Attempt[SaveRequest],
     cached: RankPart | None,
     started: Attempt[Transaction | None],
-) -> bool:
-    """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective."""
+) -> tuple[bool, int]:
+    """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective.
+
+    Also returns how many saves of its declarations rank 0 has begun before, for the audit.
+    """
     votes = [_NO_PLAN] * 4
+    turn = 2**63 - 1  # never the lowest
+    if group.is_coordinator:
+        known = declared.value.fingerprint if declared.value is not None else None
+        turn = cache_of(group.identity).turn(known)
     if cached is not None and started.error is None:
         request = declared.get()
         number = digest_number(cached.save_id.encode() + os.fsencode(request.directory))
         groups = request.group_votes(may_abstain=not group.is_coordinator)
         votes = [number, -number, *groups]
     # The lowest of t and the lowest of -t are opposites exactly if all t are equal.
-    plan, minus_plan, groups_number, minus_groups = group.lowest(votes)
+    plan, minus_plan, groups_number, minus_groups, turn = group.lowest([*votes, turn])
     agreed = plan == -minus_plan and groups_number == -minus_groups
     if agreed:
         untrusted = declared.get().untrusted
         _warn_of_untrusted([t for t in untrusted if t not in _named_classes])
-    return agreed
+    return agreed, turn
 
 
 def make_plan(
@@ -288,7 +294,7 @@ def make_plan(
         all_replicas = None
         if request.audit.amount != "off" and group.size > 1:
             replicas, all_replicas = find_replicas(
-                [part.declarations for part in parts], request.audit.exclude
+                [part.declarations for part in parts], request.audit
             )
         request, manifest, replies = _plan_for_all(operation, request, parts, replicas)
         planned.append((request, manifest, all_replicas))
@@ -399,13 +405,10 @@ def _copy(
     return task
 
 
-def _hash(request: SaveRequest, part: RankPart) -> RankDigests:
+def _hash(request: SaveRequest, part: RankPart, turn: int) -> RankDigests:
     """The digests of this rank's replicas."""
     if part.replicas is None:
         return RankDigests(Declarations.of([]), [])
-    turn = None
-    if request.audit.amount == "sample":
-        turn = part.turn
     with events.stage("audit"):
         return hash_replicas(part.replicas, request.declared, request.held(), turn)
 

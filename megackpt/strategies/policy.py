@@ -43,10 +43,10 @@ class Strategy:
 
     ``audit`` compares the values of each shard that several ranks hold, before the save is
     complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, others in each save, and
-    small shards always; "off": none. With ``audit_every`` n, every n-th save of a plan does so,
+    small shards always; "off": none. With ``audit_every`` n, every n-th save of a state does so,
     its first one included. ``audit_exclude`` has patterns of keys that are not compared. If values
     differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and saves.
-    Hashing takes place before ``save`` returns.
+    Rank 0's settings count. Hashing takes place before ``save`` returns.
 
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
@@ -86,7 +86,8 @@ class Strategy:
         if type(every) is not int or every < 1:
             raise BackendError(f"audit_every must be a positive int, not {every!r}")
         patterns: Any = self.audit_exclude
-        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+        is_list = isinstance(patterns, Sequence) and not isinstance(patterns, str)
+        if not is_list or not all(isinstance(p, str) for p in patterns):
             raise BackendError(
                 f"audit_exclude must be a list of patterns, not {patterns!r}"
             )

@@ -90,13 +90,13 @@ def test_ranks_derive_the_same_save_only_from_one_round_used_as_often() -> None:
         mine, theirs = coordinator.get(1), other.get(7)
         assert mine is not None
         assert theirs is not None
-        return mine.next_save()[0], theirs.next_save()[0]
+        return mine.next_save_id(), theirs.next_save_id()
 
     first, second = ids(), ids()
     assert first[0] == first[1] != second[0] == second[1]
     ahead = other.get(7)
     assert ahead is not None
-    ahead.next_save()
+    ahead.next_save_id()
     third = ids()
     assert third[0] != third[1]
     coordinator.put(1, CachedPlan("round 2", plan, manifest))
@@ -112,7 +112,7 @@ def test_threads_never_share_an_id() -> None:
     held = cache.get(1)
     assert held is not None
     with ThreadPoolExecutor(8) as pool:
-        ids = list(pool.map(lambda _: held.next_save()[0], range(400)))
+        ids = list(pool.map(lambda _: held.next_save_id(), range(400)))
     assert len(set(ids)) == 400
 
 

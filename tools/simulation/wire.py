@@ -28,8 +28,8 @@ from megackpt.planning.manifest import (
 )
 from megackpt.saver.save_operation import _RankReply, _RankRequest as SaveRequest
 
-VOTE = 4 * 8
-"""Bytes: each rank votes with four numbers."""
+VOTE = 5 * 8
+"""Bytes: each rank votes with five numbers."""
 CONFIRMATIONS = 2
 """Rank 0 asks so often, before a commit, whether all ranks still wait."""
 DIRECTORY = "/checkpoints/iter_0001000"
