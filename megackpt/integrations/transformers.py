@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 import megackpt
+from megackpt.distributed import DEFAULT_TIMEOUT, group_over
 
 __all__ = ["Trainer"]
 
@@ -147,8 +148,8 @@ class Trainer(transformers.Trainer):
         found = self.checkpoints.restore(self._declared({}, ranks), step)
         if found is not None:
             files = found.state["files"] | found.state.get("rng", {})
-            for name, data in files.items():
-                (folder / name).write_bytes(data)
+            with group_over(None, DEFAULT_TIMEOUT) as group:  # all ranks raise alike
+                group.reduce_broadcast("files", lambda: _write(folder, files), len)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """The manager saves them."""
@@ -165,3 +166,14 @@ class Trainer(transformers.Trainer):
         self.checkpoints.restore(
             step=self.state.best_global_step, model=self.model_wrapped
         )
+
+
+def _write(folder: Path, files: dict[str, Any]) -> None:
+    for name, data in files.items():
+        is_plain = type(name) is str and os.path.basename(name) == name
+        if not is_plain or name in ("", ".", "..") or type(data) is not bytes:
+            raise megackpt.CorruptCheckpoint(
+                f"the checkpoint's entry {name!r} of {type(data).__name__} is not a small file "
+                "of transformers, which has bytes, and a name without a directory"
+            )
+        (folder / name).write_bytes(data)
