@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DistributedSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megackpt import MismatchError, ShardedObject
 from megackpt.distributed import DEFAULT_TIMEOUT, group_over
+
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
 __all__ = ["LoaderState"]
 
