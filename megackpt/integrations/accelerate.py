@@ -14,9 +14,12 @@ import accelerate
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import RNG_STATE_NAME
 from torch.utils.data import RandomSampler, SequentialSampler
 
 import megackpt
+from megackpt.checkpoint import absolute
+from megackpt.distributed import DEFAULT_TIMEOUT, group_over
 from megackpt.integrations.data import LoaderState
 
 __all__ = ["Accelerator"]
@@ -52,56 +55,40 @@ class Accelerator(accelerate.Accelerator):
         It is a directory ``checkpoint-N`` in ``output_dir``, where one checkpoint stays, or with
         automatic naming in ``project_dir/checkpoints``, where ``total_limit`` stay.
         """
-        manager = self._manager_of(output_dir)
+        manager = self._manager_of(self._directory_of(output_dir))
         step = self.save_iteration
-        extra = {"ranks": self.num_processes, "step": self.step}
-        with TemporaryDirectory() as folder:
-            save_accelerator_state(
-                folder, [], [], [], [], self.process_index, self.step
-            )
-            files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-        manager.save(step, self._rng(files), **self._objects(), extra=extra)
+        with group_over(None, DEFAULT_TIMEOUT) as group:
+            rng = group.reduce_broadcast("rng", self._own_rng, list)
+        extra = {"step": self.step}
+        manager.save(step, self._declared(rng), **self._objects(), extra=extra)
         self.project_configuration.iteration = step + 1
         return manager.path(step)
 
     def load_state(self, input_dir: str | None = None, *_: Any, **__: Any) -> bool:
-        """Restore a checkpoint, or the newest good one in a directory.
+        """Restore a checkpoint, or the newest good one in a directory. Saves are committed first.
 
         Returns False, with automatic naming, if there is none yet.
         """
-        name = os.path.basename(os.path.normpath(input_dir or ""))
+        if self._manager is not None:
+            self._manager.finalize()
+        directory = self._directory_of(input_dir)
+        step: int | None = None
+        parent, name = os.path.split(directory)
         number = re.fullmatch(r"checkpoint-(\d+)", name)
-        if number is not None:
-            manager = self._manager_of(
-                os.path.dirname(os.path.normpath(input_dir or ""))
-            )
-            step = int(number[1])
-        else:
-            manager = self._manager_of(input_dir)
-            latest = manager.latest()
-            if latest is None or latest.step is None:
-                if input_dir is None:
-                    return False
-                raise megackpt.NotACheckpoint(f"{input_dir} has no complete checkpoint")
-            step = latest.step
-        path = manager.path(step)
-        ranks = megackpt.load_common_state_dict(path)["extra"]["ranks"]
-        rng = {}
-        if ranks == self.num_processes:
-            rng = self._rng({})
-        else:
-            text = "the random generators of %d ranks are not restored on %d"
-            logger.warning(text, ranks, self.num_processes)
-        found = manager.restore(rng, step, **self._objects(), extra={})
+        probe = megackpt.CheckpointManager(directory)
+        if number is not None and probe.latest() is None:
+            directory, step = parent, int(number[1])
+        manager = self._manager_of(directory)
+        found = manager.restore(self._declared([]), step, **self._objects(), extra={})
         if found is None:
-            raise megackpt.NotACheckpoint(f"{path} was removed")
+            if input_dir is None:
+                return False
+            raise megackpt.NotACheckpoint(f"{directory} has no complete checkpoint")
+        self._restore_rng(found.state["rng"], manager.path(found.step))
         self.step = found.state["extra"]["step"]
-        with TemporaryDirectory() as folder:
-            for name, data in found.state.get("rng", {}).items():
-                Path(folder, name).write_bytes(data)
-            if rng:
-                load_accelerator_state(folder, [], [], [], [], self.process_index)
-        self.project_configuration.iteration = step + 1
+        # The next save is the newest, also if this step is not.
+        configuration = self.project_configuration
+        configuration.iteration = max(configuration.iteration, found.step + 1)
         return True
 
     def backward(self, loss: Any, **options: Any) -> None:
@@ -114,34 +101,60 @@ class Accelerator(accelerate.Accelerator):
             self._manager.close()
         super().end_training()
 
-    def _manager_of(self, directory: str | None) -> megackpt.CheckpointManager:
-        """The manager of a directory. That of another one commits its saves first."""
-        keep = 1
-        if directory is None:
+    def _directory_of(self, given: str | None) -> str:
+        if given is None:
             if not self.project_configuration.automatic_checkpoint_naming:
                 raise ValueError(
                     "give a directory, or ProjectConfiguration(automatic_checkpoint_naming=True)"
                 )
-            directory = os.path.join(self.project_dir, "checkpoints")
-            keep = self.project_configuration.total_limit
-        directory = os.path.expanduser(directory)
+            given = os.path.join(self.project_dir, "checkpoints")
+        return absolute(os.path.expanduser(given)).rstrip("/")
+
+    def _manager_of(self, directory: str) -> megackpt.CheckpointManager:
+        """The manager of a directory. That of another one commits its saves first."""
         if self._manager is not None:
             if directory == self._directory:
                 return self._manager
             self._manager.close()
+        configuration = self.project_configuration
+        is_automatic = configuration.automatic_checkpoint_naming
+        keep: int | None = 1
+        if is_automatic and directory == self._directory_of(None):
+            keep = configuration.total_limit
         options = {"keep_last": keep} | self._options
         self._manager = megackpt.CheckpointManager(directory, **options)
         self._directory = directory
         latest = self._manager.latest()
         if latest is not None and latest.step is not None:
             # So that the next save is the newest.
-            configuration = self.project_configuration
             configuration.iteration = max(configuration.iteration, latest.step + 1)
         return self._manager
 
-    def _rng(self, files: dict[str, bytes]) -> dict[str, Any]:
+    def _declared(self, rng: list[bytes]) -> dict[str, Any]:
+        """The states of the random generators of all ranks, which rank 0 writes."""
+        rank = self.process_index
+        return {"rng": megackpt.ShardedObject("rng", rng, (1,), (0,), rank)}
+
+    def _own_rng(self) -> bytes:
+        rank = self.process_index
+        with TemporaryDirectory() as folder:
+            save_accelerator_state(folder, [], [], [], [], rank, self.step)
+            return Path(folder, f"{RNG_STATE_NAME}_{rank}.pkl").read_bytes()
+
+    def _restore_rng(self, states: Any, path: str) -> None:
+        if type(states) is not list or not all(type(s) is bytes for s in states):
+            text = (
+                f"{path}: 'rng' is not the generators of ranks, as files of accelerate"
+            )
+            raise megackpt.CorruptCheckpoint(text)
         rank, ranks = self.process_index, self.num_processes
-        return {"rng": megackpt.ShardedObject("rng", files, (ranks,), (rank,))}
+        if len(states) != ranks:
+            text = "the random generators of %d ranks are not restored on %d"
+            logger.warning(text, len(states), ranks)
+            return
+        with TemporaryDirectory() as folder:
+            Path(folder, f"{RNG_STATE_NAME}_{rank}.pkl").write_bytes(states[rank])
+            load_accelerator_state(folder, [], [], [], [], rank)
 
     def _objects(self) -> dict[str, Any]:
         kind = self.distributed_type
