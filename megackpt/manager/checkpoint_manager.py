@@ -117,7 +117,7 @@ class CheckpointManager(SaveDecisions):
         self._naming = naming_of(naming)
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
         self._retention = Retention(self.root, self._naming, rules)
-        self._strategy = strategy
+        self._strategy = rules.refuse_unindexed(strategy)
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
         self._timeout = timeout

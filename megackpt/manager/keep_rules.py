@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megackpt.async_save import Advance
+from megackpt.backends import Backend
 from megackpt.errors import StorageError
 from megackpt.storage import Storage
+from megackpt.strategies import Strategy, StrategyLike
 
 METRICS = "megackpt_metrics.json"
 """Step -> metric, of the complete steps."""
@@ -52,6 +54,21 @@ class KeepRules:
             raise ValueError(f"keep_for is a timedelta or None, not {self.keep_for!r}")
         if self.best not in ("lowest", "highest"):
             raise ValueError(f"best is 'lowest' or 'highest', not {self.best!r}")
+
+    def refuse_unindexed(self, strategy: StrategyLike) -> StrategyLike:
+        """The strategy. ValueError if its saves could not be removed."""
+        if self.keep_last is None:
+            return strategy
+        backend = strategy
+        if isinstance(strategy, Strategy):
+            backend = strategy.make_backend()
+        if isinstance(backend, Backend) and not backend.properties.indexed:
+            raise ValueError(
+                f"keep_last={self.keep_last} removes older steps, but {backend} saves without "
+                "megackpt.index, and such checkpoints are never removed: give keep_last=None, or "
+                "index=True"
+            )
+        return strategy
 
     def by_metric(self, metrics: dict[int, float]) -> list[int]:
         """The steps, the best first; of equal ones the newest first."""

@@ -13,14 +13,26 @@ from typing import Any
 import pytest
 import torch
 
+from megackpt.backends.safetensors import Safetensors
 from megackpt.errors import StorageError
 from megackpt.manager import CheckpointManager
 from megackpt.manager.keep_rules import METRICS, KeepRules, read_metrics
 from megackpt.storage import root_at
+from megackpt.strategies import Strategy
 from megackpt.testing import ThreadedGroup
 from tests.manager.runs import TRACKER, names, state
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: float("nan"), 6: 3.0}
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Safetensors(index=False), Strategy("safetensors", options={"index": False})],
+)
+def test_steps_that_cannot_be_removed(tmp_path: Path, strategy: Any) -> None:
+    with pytest.raises(ValueError, match="are never removed: give keep_last=None"):
+        CheckpointManager(tmp_path, strategy, keep_last=1)
+    CheckpointManager(tmp_path, strategy)
 
 
 @pytest.mark.parametrize(("best", "stay"), [("lowest", [2, 4]), ("highest", [1, 3])])
