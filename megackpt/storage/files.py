@@ -185,10 +185,14 @@ class LocalWriter(_Open, FileWriter):
             raise failure("write", self._path, error) from error
 
     def _start_writeback(self, least: int) -> None:
-        pending = self._written - self._started
-        if pending >= least:
-            kernel.write_back(self._fd, self._started, pending)
-            self._started = self._written
+        if self._written - self._started < least:
+            return
+        # In parts, because the call waits where the disk has too much to do.
+        while self._started < self._written:
+            size = min(self._written - self._started, _SYNCED_AT_ONCE)
+            kernel.write_back(self._fd, self._started, size)
+            self._started += size
+            self._moved()
 
     @property
     def position(self) -> int:
@@ -241,7 +245,8 @@ class LocalUpdater(_Open, FileUpdater):
 
 def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
     """Make a file durable. Call ``moved`` whenever a part has reached the disk."""
-    write_parts(moved, file)
+    # The last part, and the table of the file's blocks, are left to fsync.
+    write_parts(moved, file, leave=_SYNCED_AT_ONCE)
     fsync(moved, file)
 
 
@@ -254,11 +259,11 @@ def fsync(moved: Callable[[], object], file: tuple[int, str]) -> None:
     moved()
 
 
-def write_parts(moved: Callable[[], object], file: tuple[int, str]) -> None:
-    """Wait until a file's bytes are on the disk, but for the last part. fsync does the rest."""
+def write_parts(moved: Callable[[], object], file: tuple[int, str], leave: int) -> None:
+    """Wait until a file's bytes are on the disk, but for at most ``leave`` at its end."""
     fd, path = file
     try:
-        starts = range(0, os.fstat(fd).st_size - _SYNCED_AT_ONCE, _SYNCED_AT_ONCE)
+        starts = range(0, os.fstat(fd).st_size - leave, _SYNCED_AT_ONCE)
         for wait in (False, True):
             for start in starts:
                 kernel.write_back(fd, start, _SYNCED_AT_ONCE, wait)

@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 _OPEN = 120
 """Files of a batch held open until they are synced. The first fsync on ext4 commits for all."""
+_SMALL = 64 << 10
+"""Bytes at the end of a file that are left to the fsync."""
 _THREADS = 4
 """Threads that sync. A disk flushes its cache once for all waiting threads."""
 
@@ -59,7 +61,7 @@ class LocalBatch(Batch):
         try:
             # First: the fsync of one file may wait for the bytes of all.
             for file in self._waiting:
-                write_parts(self._moved, file)
+                write_parts(self._moved, file, leave=_SMALL)
             _each(partial(fsync, self._moved), self._waiting)
         finally:
             self.abort()
@@ -82,7 +84,11 @@ class _BatchWriter(LocalWriter):
 
     def close(self) -> None:
         if self._fd >= 0:
-            self._start_writeback(1)
+            try:
+                self._start_writeback(1)
+            except BaseException:  # the save was given up
+                self.abort()
+                raise
             os.close(self._folder)
             fd, self._fd = self._fd, -1
             self.batch.take(fd, self._path)
