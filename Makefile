@@ -96,7 +96,7 @@ faults: export FAULTS_SHARE = $(SHARE)
 faults: $(READY) system
 	@$(BIN)/python -m pytest $(FAULTS) -o faulthandler_timeout=3000 --durations 20
 
-# CHART: where its bars are drawn, such as docs/speed.svg, which the README shows.
+# CHART: where its bars are drawn, such as docs/speed.svg, which the page on benchmarks shows.
 CHART := build/speed.svg
 bench: $(READY)
 	@mkdir -p build
