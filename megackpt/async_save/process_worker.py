@@ -14,6 +14,7 @@ from megackpt.async_save.task import Task, Worker
 from megackpt.async_save.worker_process import WorkerProcess, start_lock
 from megackpt.distributed import Attempt
 from megackpt.errors import CheckpointingException, StorageError
+from megackpt.storage.kernel import is_runnable
 
 
 class ProcessWorker(Worker):
@@ -52,6 +53,12 @@ class ProcessWorker(Worker):
                 dispatcher.end()
                 self._detach()
         task.finish(Attempt(None, error))
+
+    def waits_for_processor(self) -> bool:
+        dispatcher = self._dispatcher
+        if dispatcher is None or dispatcher.process is None:
+            return False
+        return is_runnable(dispatcher.process.process.pid)
 
     def close(self) -> None:
         """Give up all tasks, and end the process."""

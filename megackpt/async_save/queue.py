@@ -286,7 +286,11 @@ class AsyncCallsQueue:
         while call in self._calls:
             task, seconds = call.task, self._timeout.total_seconds()
             idle = time.monotonic() - max(task.moved_at, call.first)
-            if task.outcome is None and idle > seconds:
+            if task.outcome is not None or idle <= seconds:
+                pass
+            elif self._get_worker().waits_for_processor():
+                task.moved_at = time.monotonic()
+            else:
                 reason = StorageError(
                     f"{task.place}: its worker has not moved a byte for {idle:.0f} s and is given "
                     f"up after {task.done} of {task.todo} bytes (timeout {seconds:g} s): check "

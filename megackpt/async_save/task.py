@@ -252,6 +252,10 @@ class Worker(ABC):
     ) -> None:
         """Give up a task. On return it has an outcome (this error), and the worker takes others."""
 
+    def waits_for_processor(self) -> bool:
+        """Whether it makes no progress because others take the processor, not for a disk."""
+        return False
+
     def close(self) -> None:  # noqa: B027 - threads end with their tasks
         """Release what the worker holds; no task may follow."""
 

@@ -135,6 +135,19 @@ def give_way() -> bool:
     return given
 
 
+def is_runnable(pid: int) -> bool:
+    """Return whether a thread of a process is running, or waits for a processor."""
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+            if state == b"R":
+                return True
+    except OSError:  # not Linux, or it has ended
+        return False
+    return False
+
+
 def is_networked(fd: int) -> bool:
     """Return whether an open file is on a file system that may fetch from other machines."""
     call = _function("fstatfs", ctypes.c_int, ctypes.c_char_p)

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,15 +26,52 @@ from megackpt import (
     AsyncRequest,
     ShardedTensor,
 )
-from megackpt.async_save import Task, queue as calls
+from megackpt.async_save import Pending, Task, queue as calls
+from megackpt.async_save.task import ThreadWorker
 from megackpt.distributed import group_over
 from megackpt.errors import (
     CheckpointingException,
     RankFailure,
     RankLost,
+    StorageError,
 )
+from megackpt.storage.kernel import is_runnable
 from megackpt.testing import ThreadedGroup
 from tests.async_save.saves import Gate, begun, check, queue_of, state
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_worker_without_a_processor_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    """It moves no byte for longer than the timeout. A disk that hangs is given up."""
+    monkeypatch.setattr(ThreadWorker, "waits_for_processor", lambda _: busy)
+    monkeypatch.setattr("megackpt.limits.WORKER_STOP_SECONDS", 0.01)
+    queue = AsyncCallsQueue(timeout=timedelta(seconds=0.2))
+    group = group_over(None, timedelta(seconds=30))
+    task: Task[int] = Task(lambda _: time.sleep(0.7) or 1, "a")
+    request = AsyncRequest(Pending(task, group, int, int), (), [])
+    queue.schedule_async_request(request)
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert task.outcome is not None
+    assert isinstance(task.outcome.error, StorageError) == (not busy)
+
+
+def test_what_is_runnable() -> None:
+    code = "print(flush=True)\nwhile {}: pass\ninput()"
+    for condition in ("True", "False"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code.format(condition)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2)
+        assert is_runnable(process.pid) == (condition == "True")
+        process.kill()
+        process.communicate()
+    assert not is_runnable(process.pid)
 
 
 def test_ranks_that_finalize_different_saves_are_told(tmp_path: Path) -> None:
