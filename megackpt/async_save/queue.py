@@ -286,17 +286,17 @@ class AsyncCallsQueue:
         while call in self._calls:
             task, seconds = call.task, self._timeout.total_seconds()
             idle = time.monotonic() - max(task.moved_at, call.first)
-            if task.outcome is not None or idle <= seconds:
-                pass
-            elif self._get_worker().waits_for_processor():
-                task.moved_at = time.monotonic()
-            else:
+            if task.outcome is None and idle > seconds:
+                worker = self._get_worker()
+                if worker.waits_for_processor():
+                    task.moved_at = time.monotonic()
+                    continue
                 reason = StorageError(
                     f"{task.place}: its worker has not moved a byte for {idle:.0f} s and is given "
                     f"up after {task.done} of {task.todo} bytes (timeout {seconds:g} s): check "
                     "the disk; if it is only slow, give the AsyncCallsQueue a longer timeout"
                 )
-                self._get_worker().stop(task, reason)
+                worker.stop(task, reason)
             try:
                 if no_dist:
                     call.agreed = call.agreed or call.progress == ENDED

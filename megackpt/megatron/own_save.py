@@ -229,7 +229,7 @@ class _OwnSave:
         with operation.running():
             names = group.broadcast("files", self.collect)
             share = names[group.rank :: group.size]
-            operation.publish(
+            operation.commit_collected(
                 lambda: [_synced(self.root, file) for file in share],
                 manifest_of,
                 backend,

@@ -48,13 +48,13 @@ class CachedPlan:
     """A rank's part of an earlier planning round.
 
     ``first_id`` is the id of the save that made it, alike on all ranks. Only the coordinator has
-    ``manifest``. ``audit`` is what the saver's audit needs.
+    ``manifest``. ``audit`` is the rank's and rank 0's part of the saver's audit.
     """
 
     first_id: str
     plan: SavePlan
     manifest: Manifest | None = None
-    audit: Any = None
+    audit: tuple[Any, Any] = (None, None)
     _uses: Iterator[int] = field(default_factory=count)
 
     def next_save_id(self) -> str:

@@ -143,12 +143,6 @@ class RunningSave:
         def send() -> tuple[WriteResult, bytes]:
             return task.get(), hashed.get().packed()
 
-        @events.stage("commit")
-        def commit() -> None:
-            self.on_storage(
-                "commit", partial(self._commit, request.backend, manifests[0])
-            )
-
         def work(results: Sequence[tuple[WriteResult, bytes]]) -> list[ShardId] | int:
             written = [result for result, _ in results]
             manifests.append(cast(Manifest, part.manifest).located(written))
@@ -156,16 +150,14 @@ class RunningSave:
                 digests = [digest for _, digest in results]
                 if differing := part.all_replicas.differing(digests):
                     return differing
-            commit()
-            return sum(int(result.length.sum()) for result in written)
+            return self._commit(request.backend, manifests[0])
 
         def conclude(found: Sequence[Blocks]) -> int:
             text = describe(differing, found, manifests[0])
             if request.audit.raises:
                 raise ReplicaMismatch(text)
             logger.warning("%s", text)
-            commit()
-            return int(manifests[0].chunks.length.sum())
+            return self._commit(request.backend, manifests[0])
 
         reply = self.group.reduce_broadcast("write", send, work)
         if isinstance(reply, list):
@@ -173,25 +165,23 @@ class RunningSave:
             reply = self.group.reduce_broadcast(
                 "audit", lambda: hashed.get().of(differing), conclude
             )
-        self.total.operation.bytes = reply
-        events.finish(self.total)
+        self._finish(reply)
 
-    def publish(
+    def commit_collected(
         self,
         get: Callable[[], T],
         manifest_of: Callable[[list[T]], Manifest],
         backend: Backend,
     ) -> None:
-        """As ``commit``, of the manifest that ``manifest_of`` makes of the results of ``get``."""
+        """Gather the results of ``get``; on rank 0 commit the manifest made of them. Collective."""
 
-        @events.stage("commit")
         def work(results: list[T]) -> int:
-            manifest = manifest_of(results)
-            self.on_storage("commit", partial(self._commit, backend, manifest))
-            return int(manifest.chunks.length.sum())
+            return self._commit(backend, manifest_of(results))
 
-        written = self.group.reduce_broadcast("write", get, work)
-        self.total.operation.bytes = written
+        self._finish(self.group.reduce_broadcast("write", get, work))
+
+    def _finish(self, nbytes: int) -> None:
+        self.total.operation.bytes = nbytes
         events.finish(self.total)
 
     def drop(self) -> None:
@@ -200,7 +190,16 @@ class RunningSave:
             self.transaction.abort()
         events.finish(self.total)
 
-    def _commit(self, backend: Backend, manifest: Manifest, advance: Advance) -> None:
+    def _commit(self, backend: Backend, manifest: Manifest) -> int:
+        """Commit, on rank 0. Returns the bytes of all chunks."""
+        with events.stage("commit"):
+            work = partial(self._commit_on_storage, backend, manifest)
+            self.on_storage("commit", work)
+        return int(manifest.chunks.length.sum())
+
+    def _commit_on_storage(
+        self, backend: Backend, manifest: Manifest, advance: Advance
+    ) -> None:
         place = cast(Transaction, self.transaction)
         step = cast(Task[None], self._step)
 

@@ -120,7 +120,9 @@ def save(
         StorageError: the storage refused or did not answer, or files that belong to no
             checkpoint have names which this save uses.
         CorruptCheckpoint: a damaged checkpoint is there, and its files cannot be determined.
-        RankFailure: other ranks failed or did not answer in time.
+        ReplicaMismatch: the audit of the strategy has found different values of one shard.
+        RankFailure: other ranks failed or did not answer in time. If rank 0 was lost right after
+            its commit, the new checkpoint is complete nevertheless.
     """
     if common_strategy is not None:
         raise NotImplementedError(

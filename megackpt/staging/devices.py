@@ -1,7 +1,7 @@
 """Copies between CUDA devices and the host: side streams, their events, and pinned memory.
 
 A copy is queued on a stream of its own, which waits for the current stream. So kernels run while
-it runs, and whoever needs it to be complete waits for its event.
+it runs, and code that needs it to be complete waits for its event.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def queue_copies(device: torch.device, copies: Copies, pending: list[Event]) -> 
 
 
 def hold_streams(events: Iterable[tuple[torch.device, Any]]) -> None:
-    """Have later work of each device's current stream wait for the event. The caller goes on."""
+    """Have later work of each device's current stream wait for the event, without waiting here."""
     for device, event in events:
         torch.cuda.current_stream(device).wait_event(event)
 

@@ -247,10 +247,11 @@ def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
     """Make a file durable. Call ``moved`` whenever a part has reached the disk."""
     # The last part, and the table of the file's blocks, are left to fsync.
     write_parts(moved, file, leave=_SYNCED_AT_ONCE)
-    fsync(moved, file)
+    sync_written(moved, file)
 
 
-def fsync(moved: Callable[[], object], file: tuple[int, str]) -> None:
+def sync_written(moved: Callable[[], object], file: tuple[int, str]) -> None:
+    """fsync a file of which ``write_parts`` was called, then call ``moved``."""
     fd, path = file
     try:
         os.fsync(fd)

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from megackpt.storage.files import LocalWriter, fsync, write_parts
+from megackpt.storage.files import LocalWriter, sync_written, write_parts
 from megackpt.storage.interface import Batch, FileWriter
 
 T = TypeVar("T")
 
-_OPEN = 120
+_MAX_WAITING = 120
 """Files of a batch held open until they are synced. The first fsync on ext4 commits for all."""
 _SMALL = 64 << 10
 """Bytes at the end of a file that are left to the fsync."""
@@ -40,11 +40,11 @@ class LocalBatch(Batch):
         self._open_folder = open_folder
         self._sync = sync
         self._waiting: list[tuple[int, str]] = []
-        self._open: dict[str, int] = {}  # the last folder
+        self._last_folder: dict[str, int] = {}  # its descriptor, by path
         self._folders: dict[str, None] = {}
 
     def create(self, name: str) -> FileWriter:
-        writer = _BatchWriter(*self._open_folder(name, self._open), self._moved)
+        writer = _BatchWriter(*self._open_folder(name, self._last_folder), self._moved)
         writer.batch = self
         while name:  # another writer may have made a folder above and not synced it yet
             name = name.rpartition("/")[0]
@@ -54,7 +54,7 @@ class LocalBatch(Batch):
     def take(self, fd: int, path: str) -> None:
         """Make a written file durable, and close it, with others."""
         self._waiting.append((fd, path))
-        if len(self._waiting) == _OPEN:
+        if len(self._waiting) == _MAX_WAITING:
             self._sync_files()
 
     def _sync_files(self) -> None:
@@ -62,7 +62,7 @@ class LocalBatch(Batch):
             # First: the fsync of one file may wait for the bytes of all.
             for file in self._waiting:
                 write_parts(self._moved, file, leave=_SMALL)
-            _each(partial(fsync, self._moved), self._waiting)
+            _each(partial(sync_written, self._moved), self._waiting)
         finally:
             self.abort()
 
@@ -75,8 +75,8 @@ class LocalBatch(Batch):
         waiting, self._waiting = self._waiting, []
         for fd, _ in waiting:
             os.close(fd)
-        while self._open:
-            os.close(self._open.popitem()[1])
+        while self._last_folder:
+            os.close(self._last_folder.popitem()[1])
 
 
 class _BatchWriter(LocalWriter):

@@ -122,16 +122,20 @@ def durable(folder: Path) -> None:
         os.close(file)
 
 
-class Safetensors(Contestant):
+class _Tensors(Contestant):
+    """Its state is a dict of tensors."""
+
+    def declare(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
+        return {piece.key: piece.data for piece in pieces}
+
+
+class Safetensors(_Tensors):
     """``save_file`` and ``load_file``; the loaded tensors are copied into the state's."""
 
     name = "safetensors"
 
     def __init__(self) -> None:
         self._torch = importlib.import_module("safetensors.torch")
-
-    def declare(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-        return {piece.key: piece.data for piece in pieces}
 
     def save(self, declared: dict[str, torch.Tensor], folder: Path) -> None:
         folder.mkdir()
@@ -229,7 +233,7 @@ class ZarrPython(_Arrays):
             values[...] = group[key][...]
 
 
-class TorchCheckpointing(Contestant):
+class TorchCheckpointing(_Tensors):
     """Its manager, which saves while the caller waits, as all do here.
 
     Its default, O_DIRECT, raises EINVAL where the file system asks for aligned writes, as ext4 does.
@@ -249,9 +253,6 @@ class TorchCheckpointing(Contestant):
                 ),
             )
         )
-
-    def declare(self, pieces: Sequence[Piece]) -> dict[str, torch.Tensor]:
-        return {piece.key: piece.data for piece in pieces}
 
     def save(self, declared: dict[str, torch.Tensor], folder: Path) -> None:
         self._manager.save(str(folder), {"model": declared})
