@@ -29,7 +29,7 @@ from benchmarks.training import TRAINERS
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
 ALONE = ("safetensors", "tensorstore", "zarr-python", "torch_checkpointing", "orbax")
 RACES, ALONE_RACES = (
-    ("P1", "P2", "P3", "P4", "P5", "P6", "P7", "P8", "P14"),
+    ("P1", "P2", "P3", "P4", "P5", "P6", "P14"),
     ("P1", "P2"),
 )
 LATER = ("P7", "P8")
@@ -38,7 +38,7 @@ IN_THE_BACKGROUND = {
     for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
-FIGURES = (*RACES, *DESK, "P15")
+FIGURES = (*RACES, *LATER, *DESK, "P15")
 MANY = 20_000  # small tensors a GiB
 
 
@@ -154,8 +154,11 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
     report.notes += [f"{name} takes no part: {why}" for name, why in absent.items()]
     peers = [name for name in options.peers if name not in absent]
     only = frozenset(options.only or FIGURES)
+    team = [name for name in peers if name in TEAM]
     if only.intersection(RACES):
-        together(options, root, report, [name for name in peers if name in TEAM], only)
+        together(options, root, report, team, only)
+    if only.intersection(LATER):
+        training(options, root, report, team)
     if only.intersection((*ALONE_RACES, *DESK)):
         alone(options, root, report, peers, only)
     if "P15" in only:
@@ -174,13 +177,7 @@ def together(
 ) -> None:
     """The races of four ranks."""
     with ExitStack() as stack:
-        ours = stack.enter_context(Team("ours", 4, root))
-        teams = dict.fromkeys(("limit", *options.formats, *peers), ours)
-        foreign = [name for name in peers if name.startswith("Megatron")]
-        if foreign:
-            teams |= dict.fromkeys(
-                foreign, stack.enter_context(Team("megatron", 4, root))
-            )
+        teams = teams_of_four(stack, root, [*options.formats, *peers])
         what = (
             f"{options.gib:.2f} GiB, four ranks TP2 x DP2, median of {options.rounds}; "
             "/ limit: seconds over its (GB/s of all ranks)"
@@ -198,31 +195,46 @@ def together(
         )
         course.small(Spec.small(many // 4), options.formats, peers)
         course.memory(large)
-        if only.intersection(LATER):
-            training(options, root, report, peers, teams)
+
+
+def teams_of_four(stack: ExitStack, root: Path, names: list[str]) -> dict[str, Team]:
+    """The processes of each contestant: four of ours, and four of Megatron's where it takes part."""
+    ours = stack.enter_context(Team("ours", 4, root))
+    teams = dict.fromkeys(("limit", *names), ours)
+    foreign = [name for name in names if name.startswith("Megatron")]
+    if foreign:
+        theirs = stack.enter_context(Team("megatron", 4, root))
+        teams |= dict.fromkeys(foreign, theirs)
+    return teams
 
 
 def training(
-    options: argparse.Namespace,
-    root: Path,
-    report: Report,
-    peers: list[str],
-    teams: dict[str, Team],
+    options: argparse.Namespace, root: Path, report: Report, peers: list[str]
 ) -> None:
-    """Asynchronous saves of four ranks that train."""
-    ours = {
-        f"{name}{how}": teams[name]
-        for name in options.formats
-        for how in ("", ", process")
-    }
-    theirs = {
-        name: teams[peer] for peer in peers for name in IN_THE_BACKGROUND.get(peer, ())
-    }
-    what = f"{options.gib:.2f} GiB, four ranks TP2 x DP2 that train, median of {options.rounds}"
-    section = report.section(what, [*ours, *theirs])
-    arena = Arena(root, {"limit": teams["limit"], **ours, **theirs}, options.rounds)
-    course = Course(arena, section, list(ours), list(theirs), frozenset(LATER))
-    course.training(Spec.large(options.gib * 2**30), [*ours, *theirs])
+    """Asynchronous saves of four ranks that train.
+
+    They are new processes: what the peers keep of the races before takes gigabytes.
+    """
+    with ExitStack() as stack, tempfile.TemporaryDirectory(dir=root) as folder:
+        place = Path(folder)
+        teams = teams_of_four(stack, place, [*options.formats, *peers])
+        ours = {
+            f"{name}{how}": teams[name]
+            for name in options.formats
+            for how in ("", ", process")
+        }
+        theirs = {
+            name: teams[peer]
+            for peer in peers
+            for name in IN_THE_BACKGROUND.get(peer, ())
+        }
+        what = f"{options.gib:.2f} GiB, four ranks TP2 x DP2 that train, median of {options.rounds}"
+        section = report.section(what, [*ours, *theirs])
+        arena = Arena(
+            place, {"limit": teams["limit"], **ours, **theirs}, options.rounds
+        )
+        course = Course(arena, section, list(ours), list(theirs), frozenset(LATER))
+        course.training(Spec.large(options.gib * 2**30), [*ours, *theirs])
 
 
 def alone(
