@@ -134,6 +134,9 @@ class AsyncCallsQueue:
         on_error: "raise" the error of a failed save on all ranks, or "warn": log it as an ERROR on
             rank 0 and continue. RankLost is raised always.
         max_failures: with "warn", so many failures in a row raise the last error.
+        staging_bytes: make staging memory of so many bytes ready in a thread, so that the first
+            save does not wait for new pages: what this rank saves, which is its part of the
+            tensors, and of replicas its share.
     """
 
     def __init__(
@@ -144,8 +147,17 @@ class AsyncCallsQueue:
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_error: Literal["raise", "warn"] = "raise",
         max_failures: int = 3,
+        staging_bytes: int | None = None,
     ) -> None:
         self.failures = FailurePolicy(on_error, max_failures)
+        if staging_bytes is not None:
+            if type(staging_bytes) is not int or staging_bytes < 1:
+                raise ValueError(
+                    f"staging_bytes is a number of bytes or None, not {staging_bytes!r}"
+                )
+            from megackpt.staging.copy import prepare  # imports torch
+
+            prepare(staging_bytes)
         self.persistent = persistent
         self._process_group = process_group
         self._timeout = timeout

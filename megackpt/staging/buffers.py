@@ -186,6 +186,25 @@ class BufferPool:
             self._free_unused(cap)
             return buffer
 
+    def prepare(self, size: int, cap: int) -> Buffer | None:
+        """Make a buffer free for a later lease of about ``size`` bytes. The lock is not held while
+        its pages are touched.
+
+        None where all buffers would exceed ``cap`` bytes. Raises StorageError as ``lease``.
+        """
+        with self._lock:
+            self._collect_returned()
+            held = sum(buffer.size for buffer in [*self._free, *self._leased])
+            leases = self._leases
+        if held + size > cap:
+            return None
+        # More than asked for: the objects of a state, and the balance between ranks.
+        buffer = _allocate(size + size // 16, cap - held)
+        buffer.leased_at = leases
+        with self._lock:
+            self._free.append(buffer)
+        return buffer
+
     def give_back(self, buffer: Buffer) -> None:
         # The garbage collector may call this at any point, also while this thread holds the lock.
         # So it only notes the buffer for the next lease.

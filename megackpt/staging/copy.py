@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,7 +15,7 @@ from weakref import finalize
 import numpy as np
 import torch
 
-from megackpt.errors import ShardingError
+from megackpt.errors import CheckpointingException, ShardingError
 from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy, default_cap
 from megackpt.staging.devices import (
     hold_streams,
@@ -78,6 +79,28 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
         release()
         raise
     return copy
+
+
+def prepare(nbytes: int) -> threading.Thread:
+    """Make staging memory of so many bytes ready for the next copy, in the thread returned.
+
+    New pages, and pinning them for CUDA, take several times as long as the copy itself.
+    """
+    thread = threading.Thread(
+        target=_prepare, args=(nbytes,), name="megackpt-staging", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _prepare(nbytes: int) -> None:
+    try:
+        buffer = POOL.prepare(nbytes, default_cap())
+        has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if buffer is not None and has_devices:
+            _pin(buffer)
+    except (CheckpointingException, OSError) as error:
+        logger.warning("staging memory is not prepared: %s", error)
 
 
 def _log_no_room(rank: int, size: int, cap: int) -> None:

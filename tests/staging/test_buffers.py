@@ -7,16 +7,19 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from megackpt.async_save import AsyncCallsQueue
 from megackpt.errors import StorageError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Declaration, Declarations, ShardId, TensorMeta
 from megackpt.planning.save_plan import plan_save
+from megackpt.staging import copy
 from megackpt.staging.buffers import Buffer, BufferPool, HostCopy
 
 MIB = 1 << 20
@@ -279,3 +282,24 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
         print("as before")
         """
     assert child(code) == "as before\n"
+
+
+def test_prepared_memory_is_what_the_next_copy_takes() -> None:
+    pool = BufferPool()
+    ready = pool.prepare(2 * MIB, 8 * MIB)
+    assert ready is not None
+    assert leased(pool, 2 * MIB + 5, 8 * MIB) is ready
+    assert pool.prepare(7 * MIB, 8 * MIB) is None
+    assert held(pool) == ready.size
+
+
+def test_a_queue_prepares_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BufferPool()
+    monkeypatch.setattr(copy, "POOL", pool)
+    AsyncCallsQueue(staging_bytes=3 * MIB).close()
+    for thread in threading.enumerate():
+        if thread.name == "megackpt-staging":
+            thread.join()
+    assert 3 * MIB <= held(pool) <= 4 * MIB
+    with pytest.raises(ValueError, match="staging_bytes is a number of bytes or None"):
+        AsyncCallsQueue(staging_bytes=0)

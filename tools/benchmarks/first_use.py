@@ -14,7 +14,7 @@ from benchmarks.figures import start_row
 from benchmarks.ranks import Taken, Team
 from benchmarks.states import Spec
 from benchmarks.table import Section, Value
-from benchmarks.training import Trained
+from benchmarks.training import PREPARED, Trained
 
 NEXT = 3
 """Saves or loads of the same processes, whose median the first one is compared with."""
@@ -22,6 +22,7 @@ _VERBS = {
     "save": "save",
     "load": "load, verified",
     "train": "async save: training blocked",
+    "prepared": "async save with staging_bytes: training blocked",
 }
 _numbers = itertools.count()
 
@@ -63,8 +64,9 @@ class FirstUse:
         if verb != "load":  # it loads what the last process has saved
             shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-        if verb == "train":
-            blocked: list[Trained] = team.ask(verb, name, folder, False, True)
+        if verb in ("train", "prepared"):
+            trained = name + PREPARED if verb == "prepared" else name
+            blocked: list[Trained] = team.ask("train", trained, folder, False, True)
             return max(each.blocked for each in blocked)
         arguments = (True,) if verb == "load" else ()
         taken: list[Taken] = team.ask(verb, name, folder, *arguments)

@@ -125,7 +125,9 @@ class Rank:
     def train(self, name: str, folder: Path, change: bool, on_device: bool) -> Trained:
         """Steps beside an asynchronous save. ``change``: all tensors, as soon as it lets go of them."""
         if name not in self._trainers:
-            self._trainers[name] = trainer(name, self.place)
+            held = sum(piece.data.nbytes for piece in self._state)
+            share = held * self.place.parts // self.place.ranks
+            self._trainers[name] = trainer(name, self.place, share)
         self._training = self._training or Training()
         who = self._trainers[name]
         declared = who.who.declare(self._state)

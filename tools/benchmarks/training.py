@@ -40,9 +40,11 @@ class Trainer(ABC):
 
 
 class Ours(Trainer):
-    def __init__(self, format_name: str, persistent: bool) -> None:
+    def __init__(
+        self, format_name: str, persistent: bool, staging_bytes: int | None = None
+    ) -> None:
         self.who = Megackpt(format_name)
-        self._queue = megackpt.AsyncCallsQueue(persistent)
+        self._queue = megackpt.AsyncCallsQueue(persistent, staging_bytes=staging_bytes)
 
     def begin(self, declared: Any, folder: Path) -> FINISHED:
         request = megackpt.save(
@@ -114,11 +116,19 @@ if not hasattr(staging, "DefaultStager"):  # torch 2.8
     del TRAINERS["torch DCP, thread, reuse"]
 
 
-def trainer(name: str, place: Place) -> Trainer:
+PREPARED = ", prepared"
+"""The end of a trainer's name: it tells the queue beforehand what a rank saves."""
+
+
+def trainer(name: str, place: Place, nbytes: int) -> Trainer:
+    """``nbytes``: what this rank saves."""
     made = TRAINERS.get(name)
     if made is not None:
         return made(place)
-    return Ours(name.removesuffix(", process"), name.endswith(", process"))
+    staging_bytes = nbytes if name.endswith(PREPARED) else None
+    name = name.removesuffix(PREPARED)
+    persistent = name.endswith(", process")
+    return Ours(name.removesuffix(", process"), persistent, staging_bytes)
 
 
 @dataclass(frozen=True)
