@@ -75,7 +75,7 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         + ["P9"] * 6
         + ["P10"] * 2
         + ["P13"]
-        + ["P15"] * 3
+        + ["P15"] * 4
     )
     for figure, what, who in found:
         assert "torch_dist" in who, (figure, what)
