@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 
 
-def _from_environment(name: str, default: int) -> int:
+def _from_environment(name: str, default: int, least: int = 1) -> int:
     """Return the number in the variable ``MEGACKPT_<name>``, or the default.
 
-    Raises ValueError if the variable is not a positive number.
+    Raises ValueError if the variable is not a whole number, or less than ``least``.
     """
     text = os.environ.get(f"MEGACKPT_{name}", "")
     if not text:
         return default
-    if not text.isdecimal() or not int(text):
-        raise ValueError(f"MEGACKPT_{name} is {text!r}: give a whole number from 1 on")
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"MEGACKPT_{name} is {text!r}: give a whole number from {least} on"
+        )
     return int(text)
 
 
@@ -55,6 +57,9 @@ LATE_FILE_SECONDS = 5.0
 
 # File systems.
 
+DIRECT_BYTES = _from_environment("DIRECT_BYTES", 16 << 20, least=0)
+"""Bytes. From here on, a ``torch_dist`` file of an asynchronous save bypasses the page cache. 0: no
+file does. Override: ``MEGACKPT_DIRECT_BYTES``."""
 RETRY_SECONDS = 0.5
 """Seconds. A read, stat or list that fails for a moment (ESTALE, EIO) is repeated for so long."""
 RETRY_MINUTE_SECONDS = 10.0

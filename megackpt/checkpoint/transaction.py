@@ -59,6 +59,7 @@ from megackpt.errors import (
     join_truncated,
 )
 from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
+from megackpt.staging.buffers import HostCopy
 from megackpt.staging.progress import CountedSource
 from megackpt.storage import Storage, digest, is_url
 
@@ -402,6 +403,8 @@ class Writing:
         counted = CountedSource(self.source, advance)
         with staging_storage(self.directory, self.save_id) as root:
             root.moved = partial(advance, 0)
+            # Training continues meanwhile, and needs the page cache for its own files.
+            root.direct = isinstance(self.source, HostCopy)
             return self.backend.write(root, self.plan, counted)
 
 

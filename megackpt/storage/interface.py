@@ -120,7 +120,8 @@ class FileWriter(Durable):
     def expect(self, size: int) -> None:
         """Announce about how many bytes will follow. Call it before the first ``write``.
 
-        An object store chooses the size of its parts by it.
+        An object store chooses the size of its parts by it, and a disk whether the file is
+        large enough to bypass the page cache.
         """
 
 
@@ -200,6 +201,9 @@ class Storage(ABC):
 
     ``int()`` does nothing.
     """
+
+    direct = False
+    """Whether ``create`` makes files that bypass the page cache where that is supported."""
 
     @property
     def called(self) -> str:

@@ -21,6 +21,8 @@ _NETWORKED = frozenset((
     0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x00C36400, 0x19830326,
     0xAAD7AAEA, 0x20030528, 0x5346414F, 0x01021997, 0x65735546,
 ))  # fmt: skip
+# f_type of ext4 and XFS. Others may accept O_DIRECT and use the page cache, as tmpfs does.
+_DIRECT = frozenset((0xEF53, 0x58465342))
 _PR_SET_PDEATHSIG = 1
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WAIT_BEFORE, _SYNC_FILE_RANGE_WRITE = 1, 2
@@ -150,11 +152,33 @@ def is_runnable(pid: int) -> bool:
 
 def is_networked(fd: int) -> bool:
     """Return whether an open file is on a file system that may fetch from other machines."""
+    return _file_system(fd) in _NETWORKED
+
+
+def bypass_cache(fd: int, bypass: bool = True) -> bool:
+    """Have writes to an open file bypass the page cache (O_DIRECT), or not any more.
+
+    False where the file system is not known to support that.
+    """
+    if bypass and _file_system(fd) not in _DIRECT:
+        return False
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+    if bypass:
+        flags |= os.O_DIRECT
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    except OSError:
+        return False
+    return True
+
+
+def _file_system(fd: int) -> int:
+    """Return the f_type of an open file's file system; 0 if that is unknown."""
     call = _function("fstatfs", ctypes.c_int, ctypes.c_char_p)
     found = ctypes.create_string_buffer(512)
     if call is None or call(fd, found):
-        return False
-    return int.from_bytes(found.raw[:4], sys.byteorder) in _NETWORKED
+        return 0
+    return int.from_bytes(found.raw[:4], sys.byteorder)
 
 
 def exchange(folder: int, one: str, other: str) -> bool:

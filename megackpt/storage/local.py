@@ -11,6 +11,7 @@ from typing import Any
 
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
+from megackpt.storage.direct import DirectWriter
 from megackpt.storage.files import (
     BELOW,
     FOLDER,
@@ -117,6 +118,8 @@ class LocalStorage(Storage):
 
     def create(self, name: str) -> FileWriter:
         folder, last = self._parent(name, make=True)
+        if self.direct:
+            return DirectWriter(folder, last, self._path(name), self.moved)
         return LocalWriter(folder, last, self._path(name), self.moved)
 
     def batch(self) -> Batch:
@@ -428,12 +431,9 @@ class LocalStorage(Storage):
         for i, part in enumerate(folders):
             try:
                 below = enter_folder(fd, part, make, durably)
-            except FileNotFoundError:
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    os.strerror(errno.ENOENT),
-                    self._path("/".join(folders)),
-                ) from None
+            except FileNotFoundError as error:
+                path = self._path("/".join(folders))
+                raise FileNotFoundError(error.errno, error.strerror, path) from None
             except OSError as error:
                 path = self._path("/".join(folders[: i + 1]))
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):

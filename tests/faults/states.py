@@ -11,7 +11,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.errors import NotACheckpoint
 
-SHAPES = {"up": (16, 24), "down": (16, 6), "ragged": (7, 5), "steps": (9,)}
+SHAPES = {"up": (128, 24), "down": (16, 6), "ragged": (7, 5), "steps": (9,)}
 DTYPES = {
     "up": torch.float32,
     "down": torch.bfloat16,

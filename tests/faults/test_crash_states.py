@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 
 import megackpt
+from megackpt import limits
+from megackpt.storage import direct, kernel
 from tests.faults import crash_states
 from tests.faults.share import part
 
@@ -26,7 +28,13 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recorded(
-    states: ModuleType, folder: Path, name: str, before: int | None, *, with_fsync: bool
+    states: ModuleType,
+    folder: Path,
+    name: str,
+    before: int | None,
+    *,
+    with_fsync: bool,
+    later: bool = False,
 ) -> crash_states.Recording:
     live = folder / "live"
     live.mkdir()
@@ -39,7 +47,12 @@ def recorded(
                 (live / "ckpt" / path).write_bytes(content)
 
     def save() -> None:
-        megackpt.save(states.declared(2), live / "ckpt", name)
+        state = states.declared(2)
+        request = megackpt.save(state, live / "ckpt", name, async_sharded_save=later)
+        if request is not None:
+            queue = megackpt.AsyncCallsQueue()
+            queue.schedule_async_request(request)
+            queue.close()
 
     found = crash_states.recorded(save, live, folder, with_fsync=with_fsync)
     complete = crash_states.CrashState(found, len(found.changes), Whole())
@@ -93,8 +106,9 @@ def outcomes(
     name: str,
     before: int | None,
     count: int,
+    later: bool = False,
 ) -> Counter[str]:
-    recording = recorded(states, folder, name, before, with_fsync=True)
+    recording = recorded(states, folder, name, before, with_fsync=True, later=later)
     return Counter(
         outcome(states, recording, folder / str(seed), seed, before)
         for seed in range(count)
@@ -121,6 +135,42 @@ def test_every_state_is_one_of_two(
     note(
         ("power cut, reordered", "states", "before", "new", "bad"),
         f"{name}, {kind}",
+        count,
+        found["before"],
+        found["new"],
+        count - found["before"] - found["new"],
+    )
+    assert set(found) <= {"before", "new"}, found
+
+
+@pytest.mark.parametrize("before", [None, 1])
+@pytest.mark.parametrize(
+    "count",
+    [6, pytest.param(part(200), marks=pytest.mark.campaign)],
+    ids=["few", "all"],
+)
+def test_every_state_of_direct_writes_is_one_of_two(
+    states: ModuleType,
+    note: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: int | None,
+    count: int,
+) -> None:
+    """An asynchronous save whose files bypass the page cache, in pieces of a block."""
+    monkeypatch.setattr(kernel, "bypass_cache", lambda *_: True)
+    monkeypatch.setattr(limits, "DIRECT_BYTES", 1)
+    monkeypatch.setattr(direct, "_PIECE", direct._BLOCK)
+    (tmp_path / "one").mkdir()
+    recording = recorded(
+        states, tmp_path / "one", "torch_dist", before, with_fsync=True, later=True
+    )
+    pieces = [change for change in recording.changes if len(change.data) == 4096]
+    assert len(pieces) > 2
+    found = outcomes(states, tmp_path, "torch_dist", before, count, later=True)
+    note(
+        ("power cut, reordered", "states", "before", "new", "bad"),
+        f"torch_dist, direct writes, {'overwriting' if before else 'new save'}",
         count,
         found["before"],
         found["new"],
