@@ -102,26 +102,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     ls.add_argument("directory", metavar="DIR", nargs="?", default=".", help=help_text)
 
     place = "a checkpoint of any format: a directory, file or URL"
-    help_text = (
-        "show the content of a checkpoint: tensors, shapes, dtypes, chunks, bytes"
-    )
-    more = "With the key of one entry: the location of each of its chunks."
-    show = _add_command(commands, "show", help_text, more)
-    show.add_argument("checkpoint", metavar="CKPT", help=place)
-    help_text = "one key, or a pattern: 'decoder.*.bias'"
-    show.add_argument("key", metavar="KEY", nargs="?", help=help_text)
-    help_text = "the layout of every entry shown"
-    show.add_argument("--chunks", action="store_true", help=help_text)
-    help_text = "on a terminal: every key, also of layers that are alike"
-    show.add_argument("--all", action="store_true", help=help_text)
-    help_text = "the common state; none of its classes is imported"
-    show.add_argument("--common", action="store_true", help=help_text)
-    help_text = "write the shard map, one page that opens offline"
-    show.add_argument("--html", metavar="FILE", help=help_text)
-    help_text = (
-        "write the overview of the shard map as a picture: which rank wrote what"
-    )
-    show.add_argument("--svg", metavar="FILE", help=help_text)
+    _add_show(commands, place)
 
     help_text = "read everything and check every digest"
     verify = _add_command(commands, "verify", help_text)
@@ -179,6 +160,31 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 _Option: TypeAlias = dict[str, Any]
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_show(commands: _Commands, place: str) -> None:
+    help_text = (
+        "show the content of a checkpoint: tensors, shapes, dtypes, chunks, bytes"
+    )
+    more = "With the key of one entry: the location of each of its chunks."
+    show = _add_command(commands, "show", help_text, more)
+    show.add_argument("checkpoint", metavar="CKPT", help=place)
+    help_text = "one key, or a pattern: 'decoder.*.bias'"
+    show.add_argument("key", metavar="KEY", nargs="?", help=help_text)
+    help_text = "the layout of every entry shown"
+    show.add_argument("--chunks", action="store_true", help=help_text)
+    help_text = "on a terminal: every key, also of layers that are alike"
+    show.add_argument("--all", action="store_true", help=help_text)
+    help_text = "what the save has noted of the values: how many are NaN or infinite, the largest"
+    show.add_argument("--stats", action="store_true", help=help_text)
+    help_text = "the common state; none of its classes is imported"
+    show.add_argument("--common", action="store_true", help=help_text)
+    help_text = "write the shard map, one page that opens offline"
+    show.add_argument("--html", metavar="FILE", help=help_text)
+    help_text = (
+        "write the overview of the shard map as a picture: which rank wrote what"
+    )
+    show.add_argument("--svg", metavar="FILE", help=help_text)
 
 
 def _add_command(

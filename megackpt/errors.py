@@ -41,6 +41,10 @@ class ReplicaMismatch(ShardingError):
     """An audit has found ranks that hold different values of the same shard; see ``Strategy``."""
 
 
+class NonfiniteValues(CheckpointingException):
+    """Tensors to be saved hold NaN or infinite values; see ``Strategy.check_values``."""
+
+
 class MismatchError(CheckpointingException):
     """Requested keys, global shapes or dtypes differ from the stored ones."""
 

@@ -17,6 +17,10 @@ as the quotient of the tensor's shape by it, and the remainder. An offset is sto
 by the chunk's own shape, and the remainder. In regular grids the quotients are small, and the
 remainders are all zero and take no bytes.
 
+Optional: two columns of tensors, the elements that are NaN or infinite, and the bits of the
+largest magnitude of the others as float32 (-1: not known); and the field ``differing`` of the
+head, keys of tensors whose replicas differed.
+
 Every version begins with the magic and the version, and ends with the digest. A later release may
 add fields to the head, and columns that its field ``optional`` names: readers ignore those that
 they do not know. A reader refuses an unknown column that is not optional, and a newer version.
@@ -36,6 +40,7 @@ import numpy as np
 from megackpt import gc_pause
 from megackpt.checkpoint.columns import damaged, pack
 from megackpt.checkpoint.unpacking import (
+    OPTIONAL,
     Columns,
     Head,
     SmallFiles,
@@ -68,6 +73,7 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         order = np.argsort(tensor, kind="stable")
         manifest = replace(manifest, chunks=manifest.chunks.take(order))
     columns, derived = _columns(manifest)
+    columns |= _optional_columns(manifest)
     packed = {name: pack(column) for name, column in columns.items()}
     keys = "".join([entry.key for entry in manifest.tensors])
     key_bytes = keys.encode("utf-8", "surrogatepass")
@@ -86,6 +92,10 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         "text": [len(key_bytes), len(file_bytes)],
         "columns": {name: layout.fields() for name, (layout, _) in packed.items()},
     }
+    if manifest.values is not None:
+        head["optional"] = list(OPTIONAL)
+    if manifest.differing:
+        head["differing"] = list(manifest.differing)
     text = json.dumps(head, separators=(",", ":")).encode()
     parts = [_START.pack(MAGIC, VERSION, len(text)), text]
     for _, column in packed.values():
@@ -229,6 +239,15 @@ def _columns(manifest: Manifest) -> tuple[Columns, bool]:
     columns.update(_relative(chunks.boxes, wholes[meta[chunks.tensor]]))
     names = column_names(axes)
     return {name: np.asarray(columns[name], np.int64) for name in names}, derived
+
+
+def _optional_columns(manifest: Manifest) -> Columns:
+    values = manifest.values
+    if values is None:
+        return {}
+    largest = np.ascontiguousarray(values.largest, "<f4").view("<i4").astype(np.int64)
+    columns = values.nonfinite, np.where(values.largest < 0, -1, largest)
+    return dict(zip(OPTIONAL, columns, strict=True))
 
 
 def _relative(boxes: Boxes, whole: Int64) -> Iterator[tuple[str, Int64]]:

@@ -24,6 +24,7 @@ from megackpt.planning.manifest import (
     Manifest,
     TensorEntry,
     TensorMeta,
+    TensorValues,
     size_problem,
 )
 from megackpt.storage import unsafe_names
@@ -45,7 +46,10 @@ _TABLES = (
 )
 _OF_CHUNKS = ("file", "writer", "start", "length")
 _PER_AXIS = ("pieces", "rest", "place", "shift")
+OPTIONAL = ("nonfinite", "largest")
+"""Columns of tensors that an index may lack."""
 _NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
+_INFINITY = 0x7F800000  # the bits of a float32
 _ROOM = 16  # chunks x dimensions that one byte of index may describe
 
 
@@ -73,6 +77,7 @@ class Head:
     text: tuple[int, int]  # bytes of all keys, bytes of all file names
     layouts: dict[str, Layout]
     """All columns in the order of their bytes, with optional ones that are not known."""
+    differing: tuple[str, ...]
 
 
 def parse_head(text: bytes) -> Head:
@@ -92,7 +97,8 @@ def parse_head(text: bytes) -> Head:
             layouts[column] = Layout.parse(fields)
         # A newer release may add columns. Those that it names as optional can be ignored.
         known = set(column_names(MOST_AXES))
-        unknown = layouts.keys() - known - set(head.get("optional", []))
+        unknown = layouts.keys() - known - set(OPTIONAL)
+        unknown -= set(head.get("optional", []))
         if unknown:
             raise BackendError(
                 f"a newer release of megackpt wrote this index: it has the column "
@@ -110,6 +116,7 @@ def parse_head(text: bytes) -> Head:
             head["derived"] is True,
             (_natural(keys), _natural(files)),
             layouts,
+            tuple(map(_string, head.get("differing", []))),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
@@ -180,7 +187,18 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         head.encoding,
         head.backend,
         head.save_id,
+        values=_values(columns),
+        differing=head.differing,
     )
+
+
+def _values(columns: Columns) -> TensorValues | None:
+    if not columns.keys() >= set(OPTIONAL):
+        return None
+    nonfinite, bits = (columns[name] for name in OPTIONAL)
+    _check_below(bits, _INFINITY + 1)
+    largest = np.maximum(bits, 0).astype("<i4").view("<f4")
+    return TensorValues(nonfinite, np.where(bits < 0, np.float32(-1), largest))
 
 
 def _check_counts(head: Head, size: int) -> None:
@@ -192,7 +210,8 @@ def _check_counts(head: Head, size: int) -> None:
     tensors, metas = counts["key_chars"], counts["meta_dtype"]
     grids, chunks = counts["grid_ndim"], counts["file"]
     of_chunks = column_names(head.axes)[len(_TABLES) :]
-    for same in (_OF_TENSORS, _OF_METAS, of_chunks):
+    of_tensors = [*_OF_TENSORS, *(name for name in OPTIONAL if name in counts)]
+    for same in (of_tensors, _OF_METAS, of_chunks):
         if len({counts[name] for name in same}) > 1:
             damaged("its counts do not fit together")
     bounded = (
@@ -210,12 +229,13 @@ def _check_counts(head: Head, size: int) -> None:
 
 def _unpacked(head: Head, body: memoryview) -> Columns:
     columns: Columns = {}
-    known = set(column_names(head.axes))
+    known = {*column_names(head.axes), *OPTIONAL}
     at = 0
     for name, layout in head.layouts.items():
         if name in known:
             column = unpack(layout, body[at : at + layout.nbytes])
-            if name not in ("file", "writer") and column.min(initial=0) < 0:
+            may_be_unknown = name in ("file", "writer", *OPTIONAL)
+            if not may_be_unknown and column.min(initial=0) < 0:
                 damaged("a number is negative")
             columns[name] = column
         at += layout.nbytes

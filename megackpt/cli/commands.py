@@ -184,12 +184,17 @@ def show(options: argparse.Namespace) -> Answer:
         "chunks": len(manifest.chunks),
         "bytes": int(manifest.chunks.length.sum()),
     }
+    if manifest.values is not None:
+        data["nonfinite"] = int(manifest.values.nonfinite.clip(0).sum())
+    if manifest.differing:
+        data["replicas differed"] = list(manifest.differing)
     text = data
     has_report = options.common or options.html or options.svg
     if options.key is not None or not has_report:
         has_layout = options.chunks or (options.key is not None and len(numbers) == 1)
-        data["entries"] = _entries(manifest, numbers, has_layout)
-        if is_terminal(sys.stdout) and not options.all and not has_layout:
+        data["entries"] = _entries(manifest, numbers, has_layout, options.stats)
+        is_whole = options.all or has_layout or options.stats
+        if is_terminal(sys.stdout) and not is_whole:
             text = {**data, "entries": _folded(data["entries"])}
     if options.common:
         # Imports torch.
@@ -238,8 +243,9 @@ def _select(manifest: Manifest, checkpoint: str, pattern: str | None) -> list[in
 
 
 def _entries(
-    manifest: Manifest, numbers: Sequence[int], has_layout: bool
+    manifest: Manifest, numbers: Sequence[int], has_layout: bool, has_stats: bool
 ) -> list[Entry]:
+    values = manifest.values
     parts = TensorParts(manifest)
     entries = []
     for number in numbers:
@@ -254,6 +260,11 @@ def _entries(
             "grid": manifest.grids[number],
         }
         entries.append(entry)
+        if has_stats:
+            entry["nonfinite"] = entry["largest"] = None
+            if values is not None and values.nonfinite[number] >= 0:
+                entry["nonfinite"] = int(values.nonfinite[number])
+                entry["largest"] = float(values.largest[number])
         if not has_layout:
             continue
         entry["layout"] = []

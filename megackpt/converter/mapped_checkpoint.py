@@ -90,6 +90,8 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
         grids=(None,) * len(tensors),
         chunks=mapped_chunks,
         encoding="native",
+        values=None,
+        differing=(),
     )
     reader = _MappedReader(opened.backend, stored, dict(pieces))
     return replace(opened, backend=reader, manifest=manifest)

@@ -30,7 +30,12 @@ from megackpt.distributed import (
     domain_of,
     group_over,
 )
-from megackpt.errors import CheckpointReplaced, NotACheckpoint, ShardingError
+from megackpt.errors import (
+    CheckpointReplaced,
+    NotACheckpoint,
+    ShardingError,
+    join_truncated,
+)
 from megackpt.loader.comparison import (
     Comparison,
     KeyMap,
@@ -255,6 +260,12 @@ class _LoadOperation:
                 "see a checkpoint, is the directory shared between all hosts?)"
             ) from error
         events.current().operation.id = manifest.save_id
+        if manifest.differing:
+            logger.warning(
+                "%s: when it was saved, ranks held different values of %s",
+                request.directory,
+                join_truncated(list(map(repr, manifest.differing)), 10),
+            )
         return request.directory, manifest
 
     def on_storage(self, work: Callable[[], T]) -> T:

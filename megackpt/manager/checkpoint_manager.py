@@ -23,7 +23,6 @@ from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
     RankFailure,
-    RankLost,
     RefusedObject,
     ShardingError,
     UntrustedClass,
@@ -34,6 +33,7 @@ from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.latest_step import (
     ATTEMPTS,
     Found,
+    check_damage,
     find_latest,
     find_step,
     is_new_run,
@@ -252,16 +252,20 @@ class CheckpointManager(SaveDecisions):
         except NotACheckpoint:
             return ()
 
-    def latest(self, *, verify: bool = False, own: bool = False) -> Step | None:
+    def latest(
+        self, *, verify: bool = False, own: bool = False, finite: bool = False
+    ) -> Step | None:
         """The newest step that is complete and undamaged; collective. Skipped steps are logged.
 
         By default the index, the small files and the sizes of all others are checked; with
         ``verify``, rank 0 reads everything. With ``own``, only steps of this manager's naming.
+        With ``finite``, none whose save has noted NaN or infinite values (``check_values``).
         """
 
         def find(advance: Advance) -> Found:
             read = advance if verify else None
-            return find_latest(self._retention, self._retention.damage, read, own)
+            damage = self._retention.damage
+            return find_latest(self._retention, damage, read, own, finite)
 
         return self._on_coordinator(find)[0]
 
@@ -281,6 +285,7 @@ class CheckpointManager(SaveDecisions):
         dtype_policy: Literal["convert", "error"] = "convert",
         key_map: KeyMap | None = None,
         trusted: Sequence[type] = (),
+        finite: bool = False,
         **objects: Savable,
     ) -> Restored | None:
         """Load a step, or the newest good one; collective.
@@ -295,6 +300,7 @@ class CheckpointManager(SaveDecisions):
 
         Args:
             step: None for the newest.
+            finite: the newest without noted NaN or infinite values, as for ``latest``.
             sharded_state_dict, strict and others: as for ``megackpt.load``.
 
         Returns:
@@ -317,7 +323,8 @@ class CheckpointManager(SaveDecisions):
             "trusted": trusted,
         }
         with StatefulObjects(objects, self._process_group) as stateful:
-            found = self._restore(stateful.declare(sharded_state_dict), step, options)
+            declared = stateful.declare(sharded_state_dict)
+            found = self._restore(declared, step, options, finite)
             if found is not None:
                 # With a strictness of RETURN_* the state is the first of three.
                 whole = found.state
@@ -407,7 +414,11 @@ class CheckpointManager(SaveDecisions):
             self._retention.wait(self._timeout, quiet=True)
 
     def _restore(
-        self, state_dict: ShardedStateDict, step: int | None, options: dict[str, Any]
+        self,
+        state_dict: ShardedStateDict,
+        step: int | None,
+        options: dict[str, Any],
+        finite: bool,
     ) -> Restored | None:
         wanted = self._agree_on_step(step)
         if wanted is not None:
@@ -420,7 +431,8 @@ class CheckpointManager(SaveDecisions):
         replaced = 0
 
         def find(_: Advance) -> tuple[Found, bool]:
-            found = find_latest(self._retention, lambda s: damaged.get(s.name))
+            retention = self._retention
+            found = find_latest(retention, lambda s: damaged.get(s.name), finite=finite)
             return found, found[0] is None and is_new_run(self.root, found[1])
 
         while True:
@@ -437,7 +449,8 @@ class CheckpointManager(SaveDecisions):
                     raise
                 continue
             except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
-                self._check_damage(latest, error, options)
+                seen = partial(self._damage_seen, latest)
+                check_damage(error, seen, options["strict"])
                 text = "%s is damaged, going back to the one before: %s; that one must hold all "
                 logger.warning(text + "keys asked for", latest.name, error)
                 damaged[latest.name] = str(error)
@@ -447,6 +460,10 @@ class CheckpointManager(SaveDecisions):
                 continue
             self._position = self._last_save, latest.step
             return Restored(latest.step, state, skipped)
+
+    def _damage_seen(self, step: Step) -> str:
+        path = self._retention.path(step.name)
+        return self._on_coordinator(lambda _: find_damage(path))
 
     def _agree_on_step(self, step: int | None) -> int | None:
         wanted = None
@@ -479,22 +496,3 @@ class CheckpointManager(SaveDecisions):
         except CorruptCheckpoint as error:
             self._retention.note_damage(step, str(error))
             raise
-
-    def _check_damage(
-        self, step: Step, error: Exception, options: dict[str, Any]
-    ) -> None:
-        """Raise the error of a load, unless it is damage and an older step may be loaded."""
-        if isinstance(error, (UntrustedClass, RefusedObject, RankLost)):
-            raise error
-        path = self._retention.path(step.name)
-        is_damaged = isinstance(error, CorruptCheckpoint)
-        # A step that rank 0 sees, but this rank does not, is not damaged.
-        if not is_damaged and not self._on_coordinator(lambda _: find_damage(path)):
-            raise error
-        if StrictHandling.requires_returning_mismatch_keys(
-            parse_strict_flag(options["strict"])
-        ):
-            error.add_note(
-                "with strict=RETURN_* no older step is loaded: ask for one by step="
-            )
-            raise error

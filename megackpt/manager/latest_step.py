@@ -16,10 +16,14 @@ from megackpt.errors import (
     CheckpointReplaced,
     CorruptCheckpoint,
     NotACheckpoint,
+    RankLost,
+    RefusedObject,
     StorageError,
+    UntrustedClass,
 )
-from megackpt.manager.retention import Retention, find_damage
+from megackpt.manager.retention import Retention, find_damage, find_nonfinite
 from megackpt.manager.run_directory import Run, RunDirectory, Step, list_run
+from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
 from megackpt.storage import root_at
 
 logger = logging.getLogger("megackpt.manager")
@@ -70,6 +74,7 @@ def find_latest(
     damage: Callable[[Step], str | None],
     advance: Advance | None = None,
     own: bool = False,
+    finite: bool = False,
 ) -> Found:
     """The newest good step.
 
@@ -77,16 +82,17 @@ def find_latest(
         damage: returns the damage that an earlier check has found; such a step is skipped.
         advance: check all data, instead of sizes, and report the bytes.
         own: consider only names that the manager gives.
+        finite: skip steps of which the save has noted values that are NaN or infinite.
     """
     for _ in range(ATTEMPTS - 1):
         try:
-            found, skipped = _search(retention, damage, advance, own)
+            found, skipped = _search(retention, damage, advance, own, finite)
         except CheckpointReplaced:
             continue
         # A step that was complete a moment ago may have been removed because of a newer one.
         if found or all(step.complete is False for step in skipped):
             return found, skipped
-    return _search(retention, damage, advance, own)
+    return _search(retention, damage, advance, own, finite)
 
 
 def _search(
@@ -94,6 +100,7 @@ def _search(
     damage: Callable[[Step], str | None],
     advance: Advance | None,
     own: bool,
+    finite: bool,
 ) -> Found:
     skipped: list[Step] = []
     for step in newest_first(retention):
@@ -114,10 +121,13 @@ def _search(
                 except BackendError:
                     if retention.is_own_name(step.name):
                         raise
+            is_good = not problem
+            if is_good and finite and step.complete:
+                problem = find_nonfinite(path)
             if not problem:
                 return step, tuple(skipped)
             logger.warning("%s is skipped: %s", path, problem)
-            if step.complete is not False:
+            if step.complete is not False and not is_good:
                 retention.note_damage(step, problem)
         skipped.append(replace(step, reason=problem))
     return None, tuple(skipped)
@@ -142,6 +152,23 @@ def find_step(retention: Retention, step: int) -> Step:
             )
             break
     return found[0]
+
+
+def check_damage(error: Exception, find: Callable[[], str], strict: Strictness) -> None:
+    """Raise the error of a load, unless it is damage and an older step may be loaded.
+
+    ``find`` returns the damage that rank 0 sees: a step that it sees undamaged, but another rank
+    does not see, is not damaged.
+    """
+    if isinstance(error, (UntrustedClass, RefusedObject, RankLost)):
+        raise error
+    if not isinstance(error, CorruptCheckpoint) and not find():
+        raise error
+    if StrictHandling.requires_returning_mismatch_keys(parse_strict_flag(strict)):
+        error.add_note(
+            "with strict=RETURN_* no older step is loaded: ask for one by step="
+        )
+        raise error
 
 
 def is_new_run(root: str, skipped: tuple[Step, ...]) -> bool:

@@ -64,6 +64,11 @@ def find_damage(path: str, advance: Advance | None = None) -> str:
         return str(error)
 
 
+def find_nonfinite(path: str) -> str:
+    """Which tensors of a checkpoint hold NaN or infinite values, as its save has noted; or ""."""
+    return open_checkpoint(path).manifest.nonfinite()
+
+
 class Retention:
     """Which steps of a run stay.
 

@@ -7,7 +7,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -18,7 +18,12 @@ from megackpt.backends.base import Backend
 from megackpt.checkpoint import Transaction, begin
 from megackpt.distributed import Attempt, Group, attempt
 from megackpt.distributed.failures import DEPARTURES
-from megackpt.errors import CheckpointingException, RankLost, ReplicaMismatch
+from megackpt.errors import (
+    CheckpointingException,
+    NonfiniteValues,
+    RankLost,
+    ReplicaMismatch,
+)
 from megackpt.planning.manifest import Manifest, SavePlan, ShardId, WriteResult
 from megackpt.saver.audit import (
     AllReplicas,
@@ -28,6 +33,7 @@ from megackpt.saver.audit import (
     describe,
 )
 from megackpt.saver.save_request import SaveRequest
+from megackpt.saver.values import merge
 
 T = TypeVar("T")
 
@@ -43,6 +49,14 @@ class RankPart:
     manifest: Manifest | None
     replicas: RankReplicas | None = None
     all_replicas: AllReplicas | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """What a rank has found in its tensors: digests of its replicas, and numbers of its values."""
+
+    digests: RankDigests
+    values: bytes
 
 
 class RunningSave:
@@ -131,7 +145,7 @@ class RunningSave:
         task: Task[WriteResult],
         request: SaveRequest,
         part: RankPart,
-        hashed: Attempt[RankDigests],
+        examined: Attempt[Examined],
     ) -> None:
         """When all ranks have written: finish and commit, on rank 0. Collective.
 
@@ -140,14 +154,24 @@ class RunningSave:
         """
         manifests: list[Manifest] = []
 
-        def send() -> tuple[WriteResult, bytes]:
-            return task.get(), hashed.get().packed()
+        def send() -> tuple[WriteResult, bytes, bytes]:
+            found = examined.get()
+            return task.get(), found.digests.packed(), found.values
 
-        def work(results: Sequence[tuple[WriteResult, bytes]]) -> list[ShardId] | int:
-            written = [result for result, _ in results]
-            manifests.append(cast(Manifest, part.manifest).located(written))
+        def work(
+            results: Sequence[tuple[WriteResult, bytes, bytes]],
+        ) -> list[ShardId] | int:
+            planned = cast(Manifest, part.manifest)
+            written = [result for result, _, _ in results]
+            values = merge(planned, [values for _, _, values in results])
+            manifest = replace(planned.located(written), values=values)
+            manifests.append(manifest)
+            if text := manifest.nonfinite():
+                if request.check_values == "raise":
+                    raise NonfiniteValues(text)
+                logger.warning("%s has %s", request.directory, text)
             if part.all_replicas is not None:
-                digests = [digest for _, digest in results]
+                digests = [digest for _, digest, _ in results]
                 if differing := part.all_replicas.differing(digests):
                     return differing
             return self._commit(request.backend, manifests[0])
@@ -157,13 +181,14 @@ class RunningSave:
             if request.audit.raises:
                 raise ReplicaMismatch(text)
             logger.warning("%s", text)
-            return self._commit(request.backend, manifests[0])
+            keys = tuple(dict.fromkeys(shard.key for shard in differing))
+            return self._commit(request.backend, replace(manifests[0], differing=keys))
 
         reply = self.group.reduce_broadcast("write", send, work)
         if isinstance(reply, list):
             differing = reply
             reply = self.group.reduce_broadcast(
-                "audit", lambda: hashed.get().of(differing), conclude
+                "audit", lambda: examined.get().digests.of(differing), conclude
             )
         self._finish(reply)
 

@@ -47,8 +47,9 @@ from megackpt.saver.audit import (
     hash_replicas,
 )
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
-from megackpt.saver.running_save import RankPart, RunningSave
+from megackpt.saver.running_save import Examined, RankPart, RunningSave
 from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
+from megackpt.saver.values import examine
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.copy import copy_to_host
 from megackpt.staging.devices import synchronize
@@ -121,6 +122,7 @@ def save(
             checkpoint have names which this save uses.
         CorruptCheckpoint: a damaged checkpoint is there, and its files cannot be determined.
         ReplicaMismatch: the audit of the strategy has found different values of one shard.
+        NonfiniteValues: the strategy refuses NaN and infinite values, and there are some.
         RankFailure: other ranks failed or did not answer in time. If rank 0 was lost right after
             its commit, the new checkpoint is complete nevertheless.
     """
@@ -181,18 +183,18 @@ def save(
         if async_sharded_save:
             stage = _copy
         task = operation.task = stage(operation, request, part)
-        hashed = attempt(partial(_hash, request, part, turn))
+        examined = attempt(partial(_examine, request, part, turn))
         if wait_staged:
             operation.hold()
         if not async_sharded_save:
             task.run()
             # Finish and commit, when all ranks have written.
-            operation.commit(task, request, part, hashed)
+            operation.commit(task, request, part, examined)
             return None
 
     def finish() -> None:
         with operation.running():
-            operation.commit(task, request, part, hashed)
+            operation.commit(task, request, part, examined)
 
     pending = Pending(task, group, finish, operation.give_up, operation.hold)
     finalize(pending, _dropped, task, operation.total, os.getpid()).atexit = False
@@ -407,12 +409,20 @@ def _copy(
     return task
 
 
-def _hash(request: SaveRequest, part: RankPart, turn: int) -> RankDigests:
-    """The digests of this rank's replicas."""
-    if part.replicas is None:
-        return RankDigests(Declarations.of([]), [])
-    with events.stage("audit"):
-        return hash_replicas(part.replicas, request.declared, request.held(), turn)
+def _examine(request: SaveRequest, part: RankPart, turn: int) -> Examined:
+    """The digests of this rank's replicas, and the numbers of the values that it writes."""
+    digests = RankDigests(Declarations.of([]), [])
+    values = b""
+    if part.replicas is not None:
+        with events.stage("audit"):
+            digests = hash_replicas(
+                part.replicas, request.declared, request.held(), turn
+            )
+    if request.check_values != "off":
+        source = TensorSource(part.plan, request.held(), request.declared.boxes)
+        with events.stage("values"):
+            values = examine(source)
+    return Examined(digests, values)
 
 
 def _write_task(

@@ -37,7 +37,7 @@ from megackpt.state import (
     object_groups,
     pickled,
 )
-from megackpt.strategies import StrategyLike, resolve
+from megackpt.strategies import CheckValues, StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.saver")
 
@@ -66,6 +66,7 @@ class SaveRequest:
         fingerprint: equal for requests that one plan serves; None if that cannot be known.
         staging_memory: bytes for the copy of an asynchronous save (None: the default).
         audit: what to compare of the shards that several ranks hold.
+        check_values: what to do about values that are NaN or infinite.
         groups: the parameter groups of optimizers, by name or position.
         objects: row of an object -> the rows that share its blob.
         blobs: row -> blob of an object that has been pickled for the check already.
@@ -86,6 +87,7 @@ class SaveRequest:
     fingerprint: int | None
     staging_memory: int | None
     audit: AuditPolicy
+    check_values: CheckValues
     groups: Mapping[str, HeldGroup]
     objects: Mapping[int, Sequence[int]]
     blobs: dict[int, bytes]
@@ -170,6 +172,7 @@ class SaveRequest:
             fingerprint=number,
             staging_memory=resolved.staging_memory,
             audit=audit,
+            check_values=resolved.check_values,
             groups=held_groups(extracted.factories),
             objects=object_groups(extracted.shards),
             blobs={},

@@ -10,6 +10,7 @@ from megackpt.strategies.detection import find_backend as find_backend
 from megackpt.strategies.formats import backend_named as backend_named
 from megackpt.strategies.policy import (
     COMMON_IS_KEPT as COMMON_IS_KEPT,
+    CheckValues as CheckValues,
     FullyParallelLoadStrategyWrapper as FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper as FullyParallelSaveStrategyWrapper,
     Strategy as Strategy,

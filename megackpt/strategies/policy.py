@@ -15,10 +15,12 @@ from megackpt.strategies.formats import backend_named, formats, kinds, made
 Exchange = Literal["auto", "always", "never"]
 Audit = Literal["off", "sample", "full"]
 OnMismatch = Literal["raise", "warn"]
+CheckValues = Literal["off", "note", "raise"]
 _CHOICES = {
     "exchange": get_args(Exchange),
     "audit": get_args(Audit),
     "on_mismatch": get_args(OnMismatch),
+    "check_values": get_args(CheckValues),
 }
 ALGORITHMS = ("broadcast", "gather_rounds", "gather_object")
 """Megatron's names of exchange algorithms."""
@@ -48,6 +50,10 @@ class Strategy:
     differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and saves.
     Rank 0's settings count. Hashing takes place before ``save`` returns.
 
+    ``check_values`` "note" counts the NaN and infinite elements of each tensor before ``save``
+    returns, notes them in the index with the largest magnitude of the others, and warns; "raise"
+    raises NonfiniteValues, and commits nothing. All ranks must have the same.
+
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
     it to the ranks that need it. "auto": as "always" if bytes come over a network (network file
@@ -66,6 +72,7 @@ class Strategy:
     audit_every: int = 1
     audit_exclude: Sequence[str] = ()
     on_mismatch: OnMismatch = "raise"
+    check_values: CheckValues = "off"
 
     def __post_init__(self) -> None:
         given: object = self.options  # callers without a type checker give anything

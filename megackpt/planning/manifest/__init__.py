@@ -16,8 +16,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import CorruptCheckpoint, join_truncated
 from megackpt.planning.box import Box, Boxes, Int64, expand_ranges
 from megackpt.planning.manifest.declarations import (
     COMMON as COMMON,
@@ -148,6 +149,19 @@ class Chunks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TensorValues:
+    """What a save has noted about the values of each tensor of a manifest.
+
+    Attributes:
+        nonfinite: how many elements are NaN or infinite; -1 if that was not counted.
+        largest: the largest magnitude of the other elements, as float32; -1 if it is not known.
+    """
+
+    nonfinite: Int64
+    largest: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
     """Every tensor's meta, grid and chunks in a checkpoint.
 
@@ -157,6 +171,9 @@ class Manifest:
             "noted": raw, but the common state holds notes of a file's author, which ``load``
             leaves out.
         save_id: the uuid (hex) of the save that wrote it; "" for foreign checkpoints.
+        values: what the save has noted about the tensors' values, if it was asked to.
+        differing: keys of the tensors whose replicas differed when they were saved; see
+            ``Strategy.on_mismatch``.
         tables: the files without chunks that ``Backend.read_manifest`` read it from, but for
             ``metadata.json``. Our index does not have it: it names such files with their digests.
     """
@@ -169,6 +186,8 @@ class Manifest:
     backend: tuple[str, int] = ("", 0)
     save_id: str = ""
     tables: tuple[str, ...] = ()
+    values: TensorValues | None = None
+    differing: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -189,6 +208,19 @@ class Manifest:
             digest_rows(b""),
         )
         return cls(entries, (None,) * len(entries), chunks, files)
+
+    def nonfinite(self) -> str:
+        """The keys of tensors with noted NaN or infinite values, and how many; "" if none has."""
+        if self.values is None:
+            return ""
+        counts = self.values.nonfinite
+        named = [
+            f"{self.tensors[i].key!r} ({counts[i]:,})"
+            for i in np.flatnonzero(counts > 0).tolist()
+        ]
+        if not named:
+            return ""
+        return f"values that are NaN or infinite: {join_truncated(named, 10, ', ')}"
 
     def numbers(self) -> dict[str, int]:
         """Key -> number in ``tensors``."""
@@ -266,6 +298,7 @@ class TensorParts:
             grids=tuple(whole.grids[number] for number in numbers),
             chunks=replace(chunks, tensor=tensor, file=file.astype(np.int32)),
             files=tuple(whole.files[number] for number in used.tolist()),
+            values=None,
         )
 
 
