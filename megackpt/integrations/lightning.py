@@ -93,6 +93,8 @@ class _Checkpoints:
             self._superseded.remove(path)
         # After an exception comes the teardown, which drops saves that are being written.
         is_handling = sys.exc_info()[0] is not None
+        # After it Lightning has Slurm end the process, and start the job again.
+        is_requeued = os.path.basename(path).startswith("hpc_ckpt_")
         tensors = {name: checkpoint[name] for name in _DECLARED if name in checkpoint}
         request = megackpt.save(
             checkpoint | megackpt.sharded(tensors),
@@ -100,7 +102,8 @@ class _Checkpoints:
             self._format,
             async_sharded_save=self._asynchronous
             and self._is_training
-            and not is_handling,
+            and not is_handling
+            and not is_requeued,
         )
         if request is not None:
             self._queue.schedule_async_request(request)

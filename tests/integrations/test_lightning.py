@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import megackpt
 from tests.conftest import Ranks
 from tests.integrations.programs import Program
 
@@ -34,3 +35,19 @@ def test_a_run_is_killed_and_resumes_with_another_strategy(
     left = {path.name for path in (tmp_path / "killed/run/lightning").iterdir()}
     assert "epoch=5-step=12.ckpt" in left
     assert len(left) <= 2  # Lightning forgets the one that the kill has kept
+
+
+def test_what_is_saved_before_slurm_ends_the_job_is_complete(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    program = Program("lightning.md", tmp_path, ranks, "lightning")
+    program.source = program.source.replace(
+        "    def configure_optimizers(self):\n",
+        "    def on_train_batch_end(self, *_):\n"
+        "        if self.global_step == 3:\n"
+        "            self.trainer.save_checkpoint('run/hpc_ckpt_1.ckpt')\n"
+        "            os.kill(os.getpid(), 9)\n\n"
+        "    def configure_optimizers(self):\n",
+    )
+    program.run(1, "killed", killed_at=99)
+    assert megackpt.verify(tmp_path / "killed/run/hpc_ckpt_1.ckpt").ok
