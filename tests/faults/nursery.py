@@ -78,7 +78,11 @@ class Nursery:
         self.scratch = scratch
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+            env={
+                **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+                # Small files of asynchronous saves bypass the page cache, too.
+                "MEGACKPT_DIRECT_BYTES": os.environ.get("MEGACKPT_DIRECT_BYTES", "1"),
+            },
         )  # fmt: skip
 
     def run(self, order: Order) -> Outcome:

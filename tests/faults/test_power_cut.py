@@ -50,15 +50,22 @@ def after_a_cut(states, image: Path, folder: Path) -> int | None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [*FORMATS[:2], *(pytest.param(n, marks=pytest.mark.campaign) for n in FORMATS[2:])],
+    ("name", "later"),
+    [
+        *((name, "") for name in FORMATS[:2]),
+        ("torch_dist", "thread"),
+        pytest.param("torch_dist", "process", marks=pytest.mark.campaign),
+        pytest.param("safetensors", "", marks=pytest.mark.campaign),
+    ],
 )
 def test_what_save_has_returned_from_survives(
-    jobs, nursery, states, disk, tmp_path, name
+    jobs, nursery, states, disk, tmp_path, name, later
 ) -> None:
+    """``later``: an asynchronous save, whose files bypass the page cache."""
     where = tmp_path / "live" / "ckpt"
     for value in (1, 2):
-        outcome = jobs(nursery.Order(str(where), name, value, str(where.parent)))
+        order = nursery.Order(str(where), name, value, str(where.parent), later=later)
+        outcome = jobs(order)
         subprocess.run(
             ["cp", "--sparse=always", disk, tmp_path / "copy.img"], check=True
         )
@@ -67,10 +74,12 @@ def test_what_save_has_returned_from_survives(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "later"), [*((name, "") for name in FORMATS), ("torch_dist", "thread")]
+)
 @pytest.mark.parametrize("before", [None, 1])
 def test_a_cut_at_any_call(
-    jobs, nursery, states, note, disk, tmp_path, name, before
+    jobs, nursery, states, note, disk, tmp_path, name, later, before
 ) -> None:
     """The disk is copied before each call that changes it, while the caller waits."""
     where, copies = tmp_path / "live" / "ckpt", tmp_path / "copies"
@@ -80,7 +89,12 @@ def test_a_cut_at_any_call(
             nursery.Order(str(where), name, before, str(where.parent))
         ).codes == [0]
     order = nursery.Order(
-        str(where), name, 2, str(where.parent), copy=(str(disk), str(copies))
+        str(where),
+        name,
+        2,
+        str(where.parent),
+        later=later,
+        copy=(str(disk), str(copies)),
     )
     outcome = jobs(order)
     assert outcome.codes == [0], outcome.story
@@ -96,7 +110,7 @@ def test_a_cut_at_any_call(
     old, none = (count[before], 0) if before else (0, count[None])
     note(
         ("power cut", "points", "old", "none", "new"),
-        f"{name}, {kind}",
+        f"{name}, asynchronous, {kind}" if later else f"{name}, {kind}",
         len(found),
         old,
         none,
