@@ -327,9 +327,12 @@ def too_large():
 
     The next call connects again.
     """
+    import torch.distributed as dist
+
     with group_over(timeout=SOON) as group:
         assert group.all_agree(1)
     (before,) = tree_here()._links.values()
+    dist.barrier()  # until rank 0 has its link, too
     if group.rank == 1:
         header = messages._HEADER.pack(messages.GATHERED, 0, 9, 1, 1 << 60)
         tree_here()._links[0].socket.sendall(header)

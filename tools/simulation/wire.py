@@ -176,7 +176,7 @@ def messages_of(
     return SaveMessages(
         gathered + _size(request) - _size(part),
         scattered + _size(reply) - _size(plan),
-        _sizes([(result, b"") for result in complete]),
+        _sizes([(result, b"", b"") for result in complete]),
     )
 
 
