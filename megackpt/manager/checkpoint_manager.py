@@ -12,33 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
-from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Work, within
+from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, within
 from megackpt.checkpoint import absolute
 from megackpt.distributed import DEFAULT_TIMEOUT, Group, GroupLike, group_over
-from megackpt.errors import (
-    CheckpointingException,
-    CheckpointReplaced,
-    CorruptCheckpoint,
-    NotACheckpoint,
-    RankFailure,
-    RefusedObject,
-    ShardingError,
-    UntrustedClass,
-)
-from megackpt.loader import KeyMap, load
+from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.loader import KeyMap
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
-from megackpt.manager.latest_step import (
-    ATTEMPTS,
-    Found,
-    check_damage,
-    find_latest,
-    find_step,
-    is_new_run,
-)
-from megackpt.manager.retention import Retention, find_damage
+from megackpt.manager.latest_step import Found, find_latest
+from megackpt.manager.restorer import Restorer
+from megackpt.manager.retention import Retention
 from megackpt.manager.run_directory import (
     TRACKERS,
     NamingStyle,
@@ -49,15 +34,13 @@ from megackpt.manager.run_directory import (
     step_number,
 )
 from megackpt.manager.stateful import Savable, StatefulObjects
-from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
+from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
 from megackpt.storage import root_at
 from megackpt.strategies import StrategyLike
 
 logger = logging.getLogger("megackpt.manager")
-
-T = TypeVar("T")
 
 _WORKERS = {False: None, True: "thread", "thread": "thread", "process": "process"}
 
@@ -117,6 +100,7 @@ class CheckpointManager(SaveDecisions):
         self._naming = naming_of(naming)
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
         self._retention = Retention(self.root, self._naming, rules)
+        self._restorer = Restorer(self._retention, process_group, timeout)
         self._strategy = rules.refuse_unindexed(strategy)
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
@@ -267,7 +251,7 @@ class CheckpointManager(SaveDecisions):
             damage = self._retention.damage
             return find_latest(self._retention, damage, read, own, finite)
 
-        return self._on_coordinator(find)[0]
+        return self._restorer.on_coordinator(find)[0]
 
     def prune(self, newest: int) -> None:
         """Remove older steps, as after a save of ``newest``. On rank 0; failures are logged."""
@@ -324,8 +308,9 @@ class CheckpointManager(SaveDecisions):
         }
         with StatefulObjects(objects, self._process_group) as stateful:
             declared = stateful.declare(sharded_state_dict)
-            found = self._restore(declared, step, options, finite)
+            found = self._restorer.restore(declared, step, options, finite)
             if found is not None:
+                self._position = self._last_save, found.step
                 # With a strictness of RETURN_* the state is the first of three.
                 whole = found.state
                 stateful.load(whole[0] if isinstance(whole, tuple) else whole)
@@ -368,14 +353,6 @@ class CheckpointManager(SaveDecisions):
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
-    def _on_coordinator(self, work: Work[T]) -> T:
-        """The result of rank 0, on all ranks. StorageError if its storage does not answer."""
-        with self._group() as group:
-            return group.broadcast("find", lambda: self._on_storage("find", work))
-
-    def _on_storage(self, doing: str, work: Work[T]) -> T:
-        return within(self._timeout, f"{doing} steps in {self.root} (rank 0)", work)
-
     def _finalize(self, blocking: bool) -> list[int]:
         # If this raises, the next call returns the steps that were committed before the error.
         self._queue.maybe_finalize_async_calls(blocking)
@@ -403,7 +380,7 @@ class CheckpointManager(SaveDecisions):
             self._retention.note_metric(step, metric, advance)
 
         try:
-            self._on_storage("track", track)
+            self._restorer.on_storage("track", track)
         except (CheckpointingException, OSError) as error:
             text = "step %d is complete, but its tracker is not written (or metric): %s"
             logger.warning(text, step, error)
@@ -412,87 +389,3 @@ class CheckpointManager(SaveDecisions):
         self._retention.start(self._position[1], self._timeout)
         if self._worker is None:
             self._retention.wait(self._timeout, quiet=True)
-
-    def _restore(
-        self,
-        state_dict: ShardedStateDict,
-        step: int | None,
-        options: dict[str, Any],
-        finite: bool,
-    ) -> Restored | None:
-        wanted = self._agree_on_step(step)
-        if wanted is not None:
-            found = self._on_coordinator(lambda _: self._find_step(wanted))
-            state = self._load(state_dict, found, options)
-            self._position = self._last_save, wanted
-            return Restored(wanted, state, ())
-        # Damage that was found by earlier calls does not count: reading may have failed once.
-        damaged: dict[str, str] = {}
-        replaced = 0
-
-        def find(_: Advance) -> tuple[Found, bool]:
-            retention = self._retention
-            found = find_latest(retention, lambda s: damaged.get(s.name), finite=finite)
-            return found, found[0] is None and is_new_run(self.root, found[1])
-
-        while True:
-            (latest, skipped), is_new = self._on_coordinator(find)
-            if is_new:
-                return None
-            if latest is None or latest.step is None:
-                continue
-            try:
-                state = self._load(state_dict, latest, options)
-            except CheckpointReplaced:
-                replaced += 1
-                if replaced == ATTEMPTS:
-                    raise
-                continue
-            except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
-                seen = partial(self._damage_seen, latest)
-                check_damage(error, seen, options["strict"])
-                text = "%s is damaged, going back to the one before: %s; that one must hold all "
-                logger.warning(text + "keys asked for", latest.name, error)
-                damaged[latest.name] = str(error)
-                strict = parse_strict_flag(options["strict"])
-                if not StrictHandling.requires_all_keys(strict):
-                    options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
-                continue
-            self._position = self._last_save, latest.step
-            return Restored(latest.step, state, skipped)
-
-    def _damage_seen(self, step: Step) -> str:
-        path = self._retention.path(step.name)
-        return self._on_coordinator(lambda _: find_damage(path))
-
-    def _agree_on_step(self, step: int | None) -> int | None:
-        wanted = None
-        if step is not None:
-            wanted = step_number(step)
-        with self._group() as group:
-            if not group.all_agree(-1 if wanted is None else wanted):
-                raise ShardingError(
-                    f"the ranks restore different steps, all must agree: here {wanted}"
-                )
-        return wanted
-
-    def _find_step(self, step: int) -> Step:
-        self._retention.wait(self._timeout)
-        return find_step(self._retention, step)
-
-    def _load(
-        self, state: ShardedStateDict, step: Step, options: dict[str, Any]
-    ) -> Any:
-        try:
-            return load(
-                state,
-                self._retention.path(step.name),
-                process_group=self._process_group,
-                timeout=self._timeout,
-                **options,
-            )
-        except (UntrustedClass, RefusedObject, CheckpointReplaced):
-            raise
-        except CorruptCheckpoint as error:
-            self._retention.note_damage(step, str(error))
-            raise

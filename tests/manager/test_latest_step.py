@@ -26,8 +26,8 @@ from megackpt.errors import (
 from megackpt.loader import load_operation
 from megackpt.manager import (
     CheckpointManager,
-    checkpoint_manager,
     latest_step,
+    restorer,
     run_directory,
 )
 from megackpt.testing import ThreadedGroup
@@ -245,13 +245,13 @@ def test_a_step_that_is_replaced_meanwhile_is_examined_again(
 
         monkeypatch.setattr(place, name, once)
 
-    replacing(2, checkpoint_manager, "load")
+    replacing(2, restorer, "load")
     assert restored(manager) == (2, 2, [])
     replacing(2, latest_step, "find_damage")
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 2
-    for place, name in ((latest_step, "find_damage"), (checkpoint_manager, "load")):
+    for place, name in ((latest_step, "find_damage"), (restorer, "load")):
         replacing(3, place, name)
         with pytest.raises(CheckpointReplaced):
             manager.restore(state(-1))

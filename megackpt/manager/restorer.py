@@ -1,0 +1,149 @@
+"""Loads the step from which a run continues. All ranks call it; rank 0 reads the directory."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from megackpt.async_save import Advance, Work, within
+from megackpt.distributed import Group, GroupLike, group_over
+from megackpt.errors import (
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    RankFailure,
+    RefusedObject,
+    ShardingError,
+    UntrustedClass,
+)
+from megackpt.loader import load
+from megackpt.manager.latest_step import (
+    ATTEMPTS,
+    Found,
+    check_damage,
+    find_latest,
+    find_step,
+    is_new_run,
+)
+from megackpt.manager.retention import Retention, find_damage
+from megackpt.manager.run_directory import Restored, Step, step_number
+from megackpt.planning.strict import StrictHandling, parse_strict_flag
+from megackpt.state import ShardedStateDict
+
+logger = logging.getLogger("megackpt.manager")
+
+T = TypeVar("T")
+
+
+class Restorer:
+    """Restores steps of one run.
+
+    Args:
+        retention: of the run; it knows the damage that was found before.
+        process_group: of the ranks that save, as for the manager.
+        timeout: how long a rank waits for the others in one operation.
+    """
+
+    def __init__(
+        self, retention: Retention, process_group: GroupLike, timeout: timedelta
+    ) -> None:
+        self._retention = retention
+        self._process_group = process_group
+        self._timeout = timeout
+
+    def restore(
+        self,
+        state_dict: ShardedStateDict,
+        step: int | None,
+        options: dict[str, Any],
+        finite: bool,
+    ) -> Restored | None:
+        """See ``CheckpointManager.restore``. ``options``: those of ``megackpt.load``."""
+        wanted = self._agree_on_step(step)
+        if wanted is not None:
+            found = self.on_coordinator(lambda _: self._find_step(wanted))
+            return Restored(wanted, self._load(state_dict, found, options), ())
+        # Damage that was found by earlier calls does not count: reading may have failed once.
+        damaged: dict[str, str] = {}
+        replaced = 0
+
+        def find(_: Advance) -> tuple[Found, bool]:
+            retention = self._retention
+            found = find_latest(retention, lambda s: damaged.get(s.name), finite=finite)
+            return found, found[0] is None and is_new_run(retention.root, found[1])
+
+        while True:
+            (latest, skipped), is_new = self.on_coordinator(find)
+            if is_new:
+                return None
+            if latest is None or latest.step is None:
+                continue
+            try:
+                state = self._load(state_dict, latest, options)
+            except CheckpointReplaced:
+                replaced += 1
+                if replaced == ATTEMPTS:
+                    raise
+                continue
+            except (CorruptCheckpoint, NotACheckpoint, RankFailure) as error:
+                seen = partial(self._damage_seen, latest)
+                check_damage(error, seen, options["strict"])
+                text = "%s is damaged, going back to the one before: %s; that one must hold all "
+                logger.warning(text + "keys asked for", latest.name, error)
+                damaged[latest.name] = str(error)
+                strict = parse_strict_flag(options["strict"])
+                if not StrictHandling.requires_all_keys(strict):
+                    options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
+                continue
+            return Restored(latest.step, state, skipped)
+
+    def on_coordinator(self, work: Work[T]) -> T:
+        """The result of rank 0, on all ranks. StorageError if its storage does not answer."""
+        with self._group() as group:
+            return group.broadcast("find", lambda: self.on_storage("find", work))
+
+    def on_storage(self, doing: str, work: Work[T]) -> T:
+        """The result of ``work`` on rank 0. StorageError if its storage does not answer."""
+        name = f"{doing} steps in {self._retention.root} (rank 0)"
+        return within(self._timeout, name, work)
+
+    def _group(self) -> Group:
+        return group_over(self._process_group, self._timeout)
+
+    def _damage_seen(self, step: Step) -> str:
+        path = self._retention.path(step.name)
+        return self.on_coordinator(lambda _: find_damage(path))
+
+    def _agree_on_step(self, step: int | None) -> int | None:
+        wanted = None
+        if step is not None:
+            wanted = step_number(step)
+        with self._group() as group:
+            if not group.all_agree(-1 if wanted is None else wanted):
+                raise ShardingError(
+                    f"the ranks restore different steps, all must agree: here {wanted}"
+                )
+        return wanted
+
+    def _find_step(self, step: int) -> Step:
+        self._retention.wait(self._timeout)
+        return find_step(self._retention, step)
+
+    def _load(
+        self, state: ShardedStateDict, step: Step, options: dict[str, Any]
+    ) -> Any:
+        try:
+            return load(
+                state,
+                self._retention.path(step.name),
+                process_group=self._process_group,
+                timeout=self._timeout,
+                **options,
+            )
+        except (UntrustedClass, RefusedObject, CheckpointReplaced):
+            raise
+        except CorruptCheckpoint as error:
+            self._retention.note_damage(step, str(error))
+            raise
