@@ -109,10 +109,15 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     verify.add_argument("checkpoint", metavar="CKPT", help=place)
 
     help_text = "compare two checkpoints, of any formats"
-    more = "Bit for bit, unless a tolerance is given: |a - b| <= ATOL + RTOL * |b|."
+    more = (
+        "Bit for bit, unless a tolerance is given: |a - b| <= ATOL + RTOL * |b|. Tensors that both "
+        "cut alike are compared by their digests, without reading them."
+    )
     diff = _add_command(commands, "diff", help_text, more)
     diff.add_argument("a", metavar="A", help=place)
     diff.add_argument("b", metavar="B", help="another one")
+    help_text = "read tensors whose digests differ, and list the elements that differ"
+    diff.add_argument("--read", action="store_true", help=help_text)
     diff.add_argument("--rtol", type=_tolerance, help="relative tolerance")
     diff.add_argument("--atol", type=_tolerance, help="absolute tolerance")
     help_text = "only the keys that match: 'decoder.*'"

@@ -70,7 +70,7 @@ def diff(options: argparse.Namespace) -> Answer:
     if options.rtol is not None or options.atol is not None:
         tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0)
     a, b = open_checkpoint(options.a), open_checkpoint(options.b)
-    found = compare(a, b, options.select, tolerance)
+    found = compare(a, b, options.select, tolerance, options.read)
     is_empty = not (found.compared or found.only_a or found.only_b)
     if is_empty and options.select != "*":
         raise MismatchError(

@@ -1,6 +1,8 @@
-"""Compares two checkpoints: by digests, and by reading the chunks whose digests do not decide.
+"""Compares two checkpoints: by digests, and by reading the tensors that digests do not decide.
 
-Equal means equal bit for bit, unless a tolerance is given.
+Digests decide about tensors that both checkpoints cut alike. Objects with other digests are read,
+because equal objects may have different pickles. Equal means equal bit for bit, unless a tolerance
+is given.
 """
 
 from __future__ import annotations
@@ -65,6 +67,13 @@ class Tolerance:
     absolute: float = 0.0
 
 
+class Noted(NamedTuple):
+    """What a save has noted about the values of a tensor, see ``Strategy.check_values``."""
+
+    nonfinite: int
+    largest: float
+
+
 @dataclass
 class TensorDifference:
     """Differing elements of one tensor."""
@@ -72,10 +81,12 @@ class TensorDifference:
     key: str
     total: int
     """Number of elements of the tensor."""
-    elements: int = 0
-    """Number of elements that differ."""
-    max: float = math.nan
+    elements: int | None = 0
+    """Number of elements that differ. None: digests differ, and the tensor was not read."""
+    max: float | None = math.nan
     """The largest absolute difference; NaN if a side of every differing element is NaN."""
+    noted_a: Noted | None = None
+    noted_b: Noted | None = None
     first: list[Element] = field(default_factory=list)
     """The first differing elements, in C order."""
 
@@ -96,7 +107,9 @@ class Comparison:
     compared: int = 0
     """Keys in both checkpoints."""
     by_digest: int = 0
-    """Keys that are known to be equal without reading them."""
+    """Keys of which digests have decided, without reading, whether they are equal."""
+    by_data: int = 0
+    """Keys that were read."""
     bytes_read: int = 0
     """From both checkpoints."""
     only_a: list[str] = field(default_factory=list)
@@ -114,10 +127,15 @@ class Comparison:
 
 
 def compare(
-    a: Opened, b: Opened, select: str = "*", tolerance: Tolerance | None = None
+    a: Opened,
+    b: Opened,
+    select: str = "*",
+    tolerance: Tolerance | None = None,
+    read: bool = False,
 ) -> Comparison:
     """Compare the keys that match the pattern ``select``; the common state is "common_state".
 
+    With ``read`` or a tolerance, chunks whose digests differ are read, and elements compared.
     Memory is bounded: some tens of MiB, and the largest object.
 
     Raises:
@@ -128,6 +146,7 @@ def compare(
     result.only_b = [key for key in side_b.numbers if key not in side_a.numbers]
     regions: list[tuple[str, Box]] = []
     shards: list[tuple[str, Box]] = []
+    by_digest: list[TensorDifference] = []
     with events.operation("diff", a.storage.location), events.stage("read") as stage:
         for key in side_a.numbers:
             if key not in side_b.numbers:
@@ -143,11 +162,19 @@ def compare(
             boxes = list(in_a)
             if meta_a.is_object:
                 boxes = sorted({*in_a, *in_b})
-            has_digests = side_a.has_digests and side_b.has_digests
-            if has_digests and meta_a == meta_b and in_a.keys() == in_b.keys():
+            is_comparable = side_a.has_digests and side_b.has_digests
+            is_comparable &= meta_a == meta_b and in_a.keys() == in_b.keys()
+            if is_comparable:
                 boxes = [box for box in boxes if in_a[box] != in_b[box]]
             boxes = [box for box in boxes if box.volume]
-            if not boxes:
+            is_read = read or tolerance is not None or meta_a.is_object
+            if boxes and is_comparable and not is_read:
+                total = math.prod(meta_a.shape)
+                by_digest.append(TensorDifference(key, total, None, None))
+                boxes = []
+            if boxes:
+                result.by_data += 1
+            else:
                 result.by_digest += 1
             for box in boxes:
                 if meta_a.is_object:
@@ -155,7 +182,15 @@ def compare(
                     continue
                 regions.append((key, box))
                 stage.todo += box.volume * (meta_a.itemsize + meta_b.itemsize)
-        result.tensors = _compare_tensors(regions, side_a, side_b, tolerance, stage)
+        by_data = _compare_tensors(regions, side_a, side_b, tolerance, stage)
+        result.tensors = sorted(
+            by_digest + by_data, key=lambda found: side_a.numbers[found.key]
+        )
+        for found in result.tensors:
+            found.noted_a, found.noted_b = (
+                side_a.noted(found.key),
+                side_b.noted(found.key),
+            )
         result.objects = list(_compare_objects(shards, side_a, side_b, stage))
         result.bytes_read = events.current().operation.bytes = stage.done
     return result
@@ -177,6 +212,12 @@ class _Side:
 
     def meta(self, key: str) -> TensorMeta:
         return self.manifest.tensors[self.numbers[key]].meta
+
+    def noted(self, key: str) -> Noted | None:
+        values, number = self.manifest.values, self.numbers[key]
+        if values is None or values.nonfinite[number] < 0:
+            return None
+        return Noted(int(values.nonfinite[number]), float(values.largest[number]))
 
     def read(self, pieces: Sequence[tuple[str, Box]]) -> list[Raw]:
         return self._regions.arrays([(self.numbers[key], box) for key, box in pieces])
@@ -288,8 +329,8 @@ def _compare_elements(
         if not len(rows):
             return
         largest = np.fmax.reduce(distance).item()
-    found.elements += len(rows)
-    if math.isnan(found.max) or largest > found.max:
+    found.elements = (found.elements or 0) + len(rows)
+    if found.max is None or math.isnan(found.max) or largest > found.max:
         found.max = largest
     for i in range(min(FIRST, len(rows))):
         place = np.unravel_index(int(rows[i]), box.shape)

@@ -81,7 +81,11 @@ def _table_lines(name: str, records: Sequence[Record]) -> Iterator[str]:
         for column, value in record.items():
             if column not in _VALUES and _is_table(value):
                 nested.add(column)
-    columns = [column for column in records[0] if column not in nested]
+    columns = [
+        column
+        for column in records[0]
+        if column not in nested and any(record[column] != [] for record in records)
+    ]
     rows = [[column.upper() for column in columns]]
     rows += [[_format(c, record[c]) for c in columns] for record in records]
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]

@@ -87,17 +87,26 @@ def test_diff(
     other["extra"] = ShardedTensor.from_rank_offsets("extra", torch.zeros(2, 3))
     megackpt.save(other, tmp_path / "b")
     lines = plain("diff", checkpoint, checkpoint).splitlines()
-    assert lines[2:] == ["same: yes", "compared: 4", "by_digest: 4", "bytes_read: 0 B"]
-    lines = [
-        line.split()
-        for line in plain("diff", checkpoint, tmp_path / "b", status=1).splitlines()
+    assert lines[2:] == [
+        "same: yes",
+        "compared: 4",
+        "by_digest: 4",
+        "by_data: 0",
+        "bytes_read: 0 B",
     ]
+    both = (checkpoint, tmp_path / "b")
+    text = plain("diff", *both, status=1)
+    assert ["w", "1048576", "-", "-", "-", "-"] in [
+        line.split() for line in text.splitlines()
+    ]
+    text = plain("diff", *both, "--read", status=1)
+    lines = [line.split() for line in text.splitlines()]
     assert ["same:", "no"] in lines
     assert ["only_b:", "extra"] in lines
-    assert ["w", "1048576", "1", "0.5"] in lines
+    assert ["w", "1048576", "1", "0.5", "-", "-"] in lines
     assert ["[515,", "7]", "527367", "527367.5"] in lines
     assert ["['iteration']", "5", "6"] in lines
-    facts = asked("diff", checkpoint, tmp_path / "b", status=1)
+    facts = asked("diff", *both, "--read", status=1)
     assert facts["only_b"] == ["extra"]
     assert facts["tensors"][0]["first"] == [
         {"index": [515, 7], "a": 527367.0, "b": 527367.5}

@@ -52,6 +52,7 @@ def saved(
 
 
 def found(a: Path, b: Path, **options: Any) -> Comparison:
+    options = {"read": True, **options}
     return compare(open_checkpoint(a), open_checkpoint(b), **options)
 
 
@@ -66,6 +67,81 @@ def test_equal_digests_are_enough(tmp_path: Path) -> None:
     result = found(a, b)
     assert result.same
     assert (result.compared, result.by_digest, result.bytes_read) == (3, 3, 0)
+
+
+def strip(checkpoint: Path) -> None:
+    """Cut all of its files that hold data to nothing."""
+    names = set(open_checkpoint(checkpoint).manifest.files)
+    assert names
+    for name in names:
+        (checkpoint / name).write_bytes(b"")
+
+
+@pytest.mark.parametrize("formats", [("torch_dist", "zarr"), ("safetensors",) * 2])
+def test_digests_decide_without_the_data(
+    tmp_path: Path, formats: tuple[str, str]
+) -> None:
+    def state(change: float) -> dict[str, Any]:
+        w = torch.arange(64.0).reshape(8, 8)
+        return {
+            "same": cut("same", w, 2),
+            "other": cut("other", w + change, 2),
+            "byte": cut("byte", torch.zeros(4).byte() + int(change), 1),
+            "empty": cut("empty", torch.zeros(0), 1),
+            "nan": cut("nan", torch.full((3,), float("nan")), 1),
+        }
+
+    sides = []
+    for name, change, to in zip("ab", (0.0, 1.0), formats, strict=True):
+        strategy = megackpt.Strategy(to, check_values="note")
+        megackpt.save(state(change), tmp_path / name, strategy)
+        sides.append(tmp_path / name)
+    for side in sides:
+        strip(side)
+    result = found(*sides, read=False)
+    assert (result.compared, result.by_digest, result.by_data) == (6, 6, 0)
+    assert result.bytes_read == 0
+    assert [(t.key, t.elements, t.total) for t in result.tensors] == [
+        ("other", None, 64),
+        ("byte", None, 4),
+    ]
+    assert [(t.noted_a, t.noted_b) for t in result.tensors] == [
+        ((0, 63.0), (0, 64.0)),
+        (None, None),
+    ]
+    assert not result.objects
+    for options in ({"read": True}, {"tolerance": Tolerance(1.0)}):
+        with pytest.raises(megackpt.CorruptCheckpoint):
+            found(*sides, **{"read": False, **options})
+
+
+def test_what_digests_do_not_decide_is_read(tmp_path: Path) -> None:
+    """Other cuts, other dtypes, objects, and checkpoints without digests."""
+    w = torch.arange(64.0).reshape(8, 8)
+
+    def state(pieces: int, dtype: torch.dtype, seed: int) -> dict[str, Any]:
+        return {
+            "cut": cut("cut", w, pieces),
+            "dtype": cut("dtype", w.to(dtype), 2),
+            "alike": cut("alike", w + seed, 2),
+            "o": ShardedObject("o", {"seed": seed}, (1,), (0,)),
+        }
+
+    a = saved(tmp_path, "a", state(2, torch.float32, 1))
+    b = saved(tmp_path, "b", state(4, torch.bfloat16, 2))
+    result = found(a, b, read=False)
+    assert (result.compared, result.by_digest, result.by_data) == (5, 2, 3)
+    assert result.bytes_read >= w.nbytes * (2 + 1.5)
+    assert [(t.key, t.elements) for t in result.tensors] == [("alike", None)]
+    assert [one.changes for one in result.objects] == [(((0, "seed"), 1, 2),)]
+    strategy = megackpt.Strategy("safetensors", options={"index": False})
+    tensors = {"w": cut("w", w, 1), "v": cut("v", w, 1)}
+    megackpt.save(tensors, tmp_path / "c", strategy)
+    tensors["v"] = cut("v", w + 1, 1)
+    d = saved(tmp_path, "d", tensors, "safetensors")
+    result = found(tmp_path / "c", d, read=False)
+    assert (result.by_digest, result.by_data) == (0, 2)
+    assert [(t.key, t.elements) for t in result.tensors] == [("v", 64)]
 
 
 def test_other_cuts_and_formats_are_read(tmp_path: Path) -> None:

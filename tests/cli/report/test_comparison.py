@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedObject, ShardedTensor
+from megackpt import ShardedObject, ShardedTensor, Strategy
 from megackpt.__main__ import main
 
 Look = Callable[[str], Any]
@@ -129,6 +129,26 @@ def test_a_tensor_is_drawn_as_each_side_cuts_it(look: Look, page_text: str) -> N
     page.run("location.hash = '#key=common_state'")
     page.settle()
     assert page.text("main td")[:3] == ["optimizer › lr", "0.1", "0.2"]
+    assert not page.log
+
+
+@pytest.mark.browser
+def test_tensors_that_were_not_read(look: Look, tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", float("nan"))):
+        w = ShardedTensor.from_rank_offsets("w", torch.tensor([value, 2.0]))
+        megackpt.save({"w": w}, tmp_path / name, Strategy(check_values="note"))
+    html = tmp_path / "diff.html"
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert main(["diff", a, b, "--html", str(html), "--json"]) == 1
+    page = look(html.read_text(encoding="utf-8"))
+    page.run("location.hash = '#key=w'")
+    page.settle()
+    assert page.text("main .state") == ["other digests"]
+    assert page.text("main td") == [
+        *("NaN or infinite", "0", "1"),
+        *("largest magnitude", "2", "2"),
+    ]
+    assert "megackpt diff --read" in page.text("main .note")[0]
     assert not page.log
 
 

@@ -88,6 +88,10 @@ function differencesOf(found) {
     add(key, { state: "meta", text: `${in_a} in A, ${in_b} in B` });
   }
   for (const values of found.tensors) {
+    if (values.elements === null) {
+      add(values.key, { state: "values", text: "other digests", values });
+      continue;
+    }
     const [some, total] = [Number(values.elements), Number(values.total)];
     const much = values.max === "nan" ? "" : `, by up to ${values.max}`;
     const part = some < total / 1000 ? "< 0.1 %" : percent(some, total);
@@ -115,7 +119,8 @@ function comparisonHeader({ told, keys, differences, sides }) {
   return top("Comparison of two checkpoints", differing ? verdict : "Nothing differs", names, [
     ["keys", count(keys.length)],
     ["the same", count(keys.length - differing)],
-    ["known by digest", count(Number(found.by_digest))],
+    ["compared by digest", count(Number(found.by_digest))],
+    ["by data", count(Number(found.by_data))],
     ["read", bytes(Number(found.bytes_read))],
   ]);
 }
@@ -254,14 +259,27 @@ function comparedTensor(page, leaf, compared) {
     crumbs(page, leaf),
     make("h2", { class: "key" }, key || "(empty)"),
     make("p", { class: "state" }, swatch(STATES[state][1]), found ? found.text : "The same on both sides."),
+    found?.values && notedTable(found.values),
     found?.values && elementsTable(found.values),
     found?.objects && changesTable(found.objects),
     make("div", { class: "sections" }, ...views),
   );
 }
 
+/** What the saves have noted about the values. @param {any} values */
+function notedTable({ noted_a: a, noted_b: b }) {
+  if (!a && !b) return null;
+  const rows = [
+    ["NaN or infinite", a ? a.nonfinite : "-", b ? b.nonfinite : "-"],
+    ["largest magnitude", a ? shown(a.largest) : "-", b ? shown(b.largest) : "-"],
+  ];
+  const head = make("h3", {}, "Noted when they were saved");
+  return make("section", { class: "block" }, head, table(["", "A", "B"], rows));
+}
+
 /** @param {any} values */
-function elementsTable({ first }) {
+function elementsTable({ elements, first }) {
+  if (elements === null) return make("p", { class: "note" }, "It was not read: megackpt diff --read lists the elements that differ.");
   const rows = first.map((/** @type {any} */ { index, a, b }) => [`[${index.join(", ")}]`, shown(a), shown(b)]);
   const head = make("h3", {}, "The first elements that differ");
   return make("section", { class: "block" }, head, table(["element", "A", "B"], rows));
