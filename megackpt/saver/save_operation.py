@@ -186,18 +186,28 @@ def save(
         examined = attempt(partial(_examine, request, part, turn))
         if wait_staged:
             operation.hold()
+        # Finish and commit, when all ranks have written.
+        commit = partial(operation.commit, task, request, part, examined)
         if not async_sharded_save:
             task.run()
-            # Finish and commit, when all ranks have written.
-            operation.commit(task, request, part, examined)
+            commit()
             return None
+    return _async_request(operation, task, commit)
 
+
+def _async_request(
+    operation: RunningSave, task: Task[WriteResult], commit: Callable[[], None]
+) -> AsyncRequest:
+    # ``on_drop`` refers to the task. The traceback of a failed task's error refers to ``pending``,
+    # so neither would ever be freed: ``on_drop`` ends before the error is raised.
     def finish() -> None:
+        on_drop.detach()
         with operation.running():
-            operation.commit(task, request, part, examined)
+            commit()
 
-    pending = Pending(task, group, finish, operation.give_up, operation.hold)
-    finalize(pending, _dropped, task, operation.total, os.getpid()).atexit = False
+    pending = Pending(task, operation.group, finish, operation.give_up, operation.hold)
+    on_drop = finalize(pending, _dropped, task, operation.total, os.getpid())
+    on_drop.atexit = False
     return AsyncRequest(pending, (), [pending.conclude])
 
 

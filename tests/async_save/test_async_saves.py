@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -185,6 +189,33 @@ def test_a_worker_that_hangs_is_given_up(
     assert "rank 1" in told[0]
     assert not megackpt.check_is_distributed_checkpoint(tmp_path / "a")
     check(tmp_path / "b", 2, 2.0)
+
+
+def test_a_failed_save_is_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tensors = []
+    for _ in range(3):
+        tensor = torch.ones(5000)
+        tensors.append(weakref.ref(tensor))
+        shard = ShardedTensor.from_rank_offsets("w", tensor)
+        queue = AsyncCallsQueue()
+        request = megackpt.save({"w": shard}, tmp_path / "a", async_sharded_save=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "writev", full)
+            queue.schedule_async_request(request)
+            queue._calls[0].task.wait()
+        with pytest.raises(StorageError, match="No space left"):
+            queue.close()
+        del tensor, shard, request, queue
+    gc.collect()
+    assert [ref() for ref in tensors] == [None] * 3
+    with os.scandir("/proc/self/fd") as entries:
+        targets = [os.readlink(entry) for entry in entries if entry.is_symlink()]
+    assert [target for target in targets if str(tmp_path) in target] == []
 
 
 @pytest.mark.parametrize("old", [False, True])
