@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         load_tensors_metadata as load_tensors_metadata,
     )
     from megackpt.manager import CheckpointManager as CheckpointManager
+    from megackpt.manager.local import LocalTier as LocalTier
     from megackpt.planning.strict import StrictHandling as StrictHandling
     from megackpt.progress_line import progress as progress
     from megackpt.saver import save as save
@@ -106,6 +107,7 @@ _MODULES = {
         "load_tensors_metadata",
     ),
     "manager": ("CheckpointManager",),
+    "manager.local": ("LocalTier",),
     "planning.strict": ("StrictHandling",),
     "progress_line": ("progress",),
     "async_save": ("AsyncCallsQueue", "AsyncRequest"),

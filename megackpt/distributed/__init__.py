@@ -13,6 +13,7 @@ from megackpt.distributed.group import (
 from megackpt.distributed.process_group import (
     DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
     GroupLike as GroupLike,
+    another_group as another_group,
     domain_of as domain_of,
     group_over as group_over,
 )

@@ -121,6 +121,24 @@ def group_over(
     return ranks.begin(timeout)
 
 
+def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
+    """Over the same ranks, for a thread that works beside the others. Collective.
+
+    A ``Group`` is returned as it is.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if isinstance(process_group, Group) or distributed is None:
+        return process_group
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return process_group
+    over = distributed.group.WORLD if process_group is None else process_group
+    ranks = distributed.get_process_group_ranks(over)
+    made: dist.ProcessGroup = distributed.new_group(
+        ranks, timeout, backend="gloo", use_local_synchronization=True
+    )
+    return made
+
+
 def domain_of(
     process_group: dist.ProcessGroup | None, called: str = "dedup_group"
 ) -> int:

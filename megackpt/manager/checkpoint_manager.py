@@ -22,6 +22,8 @@ from megackpt.loader import KeyMap
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.latest_step import Found, find_latest
+from megackpt.manager.local.checkpoints import LocalCheckpoints
+from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.restorer import Restorer
 from megackpt.manager.retention import Retention
 from megackpt.manager.run_directory import (
@@ -70,6 +72,7 @@ class CheckpointManager(SaveDecisions):
             rank 0, keep the older steps, and return as if there had been no save. RankLost, and
             errors of a call itself (ValueError), are raised always.
         max_failures: with "warn", so many failed saves in a row raise the last error.
+        local: save on the hosts as well, more often (see LocalTier); ``restore`` prefers these.
     """
 
     def __init__(
@@ -90,18 +93,24 @@ class CheckpointManager(SaveDecisions):
         timeout: timedelta = DEFAULT_TIMEOUT,
         on_error: Literal["raise", "warn"] = "raise",
         max_failures: int = 3,
+        local: LocalTier | None = None,
     ) -> None:
         if asynchronous not in _WORKERS:
             raise ValueError(
                 f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
             )
-        super().__init__(save_interval, save_every_minutes)
+        every = None if local is None else local.every
+        super().__init__(save_interval, save_every_minutes, every)
         self.root = absolute(root)
         self._naming = naming_of(naming)
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
         self._retention = Retention(self.root, self._naming, rules)
-        self._restorer = Restorer(self._retention, process_group, timeout)
         self._strategy = rules.refuse_unindexed(strategy)
+        self._local = None
+        if local is not None:
+            options = process_group, timeout, on_error, max_failures
+            self._local = LocalCheckpoints(local, self.root, strategy, *options)
+        self._restorer = Restorer(self._retention, process_group, timeout, self._local)
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
         self._timeout = timeout
@@ -175,6 +184,10 @@ class CheckpointManager(SaveDecisions):
             asynchronous = self._worker is not None
         with StatefulObjects(objects, self._process_group) as stateful:
             state = stateful.declare(sharded_state_dict)
+            if self._local is not None:
+                self._local.save(step, state, asynchronous)
+                if self._only_local == step:
+                    return None
             if step in self._in_flight:
                 self._queue.maybe_finalize_async_calls(blocking=True)
             self._last_save += 1
@@ -322,6 +335,8 @@ class CheckpointManager(SaveDecisions):
         Then wait for the removal of older steps. StorageError if the storage does not answer.
         """
         try:
+            if self._local is not None:
+                self._local.close(abort)
             self._queue.close(abort)
         except BaseException:
             abort = True  # this error counts
@@ -354,6 +369,8 @@ class CheckpointManager(SaveDecisions):
         return group_over(self._process_group, self._timeout)
 
     def _finalize(self, blocking: bool) -> list[int]:
+        if self._local is not None:
+            self._local.poll(blocking)
         # If this raises, the next call returns the steps that were committed before the error.
         self._queue.maybe_finalize_async_calls(blocking)
         steps = list(self._finalized_steps)

@@ -15,10 +15,14 @@ class SaveDecisions(ABC):
     Args:
         save_interval: steps that this number divides are saved.
         save_every_minutes: a step is saved if the last save began so long ago.
+        local_interval: steps that this number divides are saved on the hosts.
     """
 
     def __init__(
-        self, save_interval: int | None, save_every_minutes: float | None
+        self,
+        save_interval: int | None,
+        save_every_minutes: float | None,
+        local_interval: int | None = None,
     ) -> None:
         is_number = type(save_interval) is int and save_interval > 0
         if save_interval is not None and not is_number:
@@ -31,6 +35,8 @@ class SaveDecisions(ABC):
             )
         self._interval = save_interval
         self._minutes = save_every_minutes
+        self._local_interval = local_interval
+        self._only_local: int | None = None  # a step that is not due in the storage
         self._last_save_began = time.monotonic()
         self._preemption = PreemptionNotice()
         self._listens = False
@@ -63,12 +69,17 @@ class SaveDecisions(ABC):
         Also true after a signal (``on_signal``): save, and end. Call ``preempted`` first, and
         end if that was true, after this save. Collective with
         ``save_every_minutes`` and after ``on_signal``, as the ranks' clocks and signals differ.
+
+        It is true as well for the steps of a local tier; ``save`` writes those only there.
         """
         is_late = False
         if self._listens or self._minutes is not None:
             is_late = self._vote()
         is_due = self._interval is not None and step % self._interval == 0
-        return last or is_due or is_late or self._is_preempted
+        is_due = last or is_due or is_late or self._is_preempted
+        is_local = self._local_interval is not None and step % self._local_interval == 0
+        self._only_local = step if is_local and not is_due else None
+        return is_due or is_local
 
     def _vote(self) -> bool:
         """Agree on ``_is_preempted``, and on whether any rank finds a save late."""

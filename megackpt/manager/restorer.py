@@ -27,6 +27,7 @@ from megackpt.manager.latest_step import (
     find_step,
     is_new_run,
 )
+from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import Restored, Step, step_number
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
@@ -44,14 +45,20 @@ class Restorer:
         retention: of the run; it knows the damage that was found before.
         process_group: of the ranks that save, as for the manager.
         timeout: how long a rank waits for the others in one operation.
+        local: the run's checkpoints on the hosts, if there are any.
     """
 
     def __init__(
-        self, retention: Retention, process_group: GroupLike, timeout: timedelta
+        self,
+        retention: Retention,
+        process_group: GroupLike,
+        timeout: timedelta,
+        local: LocalCheckpoints | None = None,
     ) -> None:
         self._retention = retention
         self._process_group = process_group
         self._timeout = timeout
+        self._local = local
 
     def restore(
         self,
@@ -62,6 +69,39 @@ class Restorer:
     ) -> Restored | None:
         """See ``CheckpointManager.restore``. ``options``: those of ``megackpt.load``."""
         wanted = self._agree_on_step(step)
+        if self._local is None:
+            return self._from_storage(state_dict, wanted, options, finite)
+        lowest = wanted
+        if lowest is None:
+            lowest = self.on_coordinator(lambda _: self._newest(finite))
+        loaded = self._local.restore(state_dict, lowest, wanted, options, finite)
+        if loaded.save is not None:
+            return Restored(loaded.save.step, loaded.state, (), "local")
+        if loaded.changed:
+            options = _requiring_all_keys(options)
+        restored = self._from_storage(state_dict, wanted, options, finite)
+        if restored is None and loaded.changed:
+            raise CorruptCheckpoint(
+                f"no local step of {self._retention.root} can be loaded (the log says why), there "
+                "is none in the storage, and tensors have been changed"
+            )
+        self._local.forget()
+        return restored
+
+    def _newest(self, finite: bool) -> int:
+        """The newest step in the storage; -1 if there is none."""
+        found = find_latest(self._retention, lambda _: None, finite=finite)[0]
+        if found is None or found.step is None:
+            return -1
+        return found.step
+
+    def _from_storage(
+        self,
+        state_dict: ShardedStateDict,
+        wanted: int | None,
+        options: dict[str, Any],
+        finite: bool,
+    ) -> Restored | None:
         if wanted is not None:
             found = self.on_coordinator(lambda _: self._find_step(wanted))
             return Restored(wanted, self._load(state_dict, found, options), ())
@@ -93,9 +133,7 @@ class Restorer:
                 text = "%s is damaged, going back to the one before: %s; that one must hold all "
                 logger.warning(text + "keys asked for", latest.name, error)
                 damaged[latest.name] = str(error)
-                strict = parse_strict_flag(options["strict"])
-                if not StrictHandling.requires_all_keys(strict):
-                    options = options | {"strict": StrictHandling.RAISE_UNEXPECTED}
+                options = _requiring_all_keys(options)
                 continue
             return Restored(latest.step, state, skipped)
 
@@ -147,3 +185,11 @@ class Restorer:
         except CorruptCheckpoint as error:
             self._retention.note_damage(step, str(error))
             raise
+
+
+def _requiring_all_keys(options: dict[str, Any]) -> dict[str, Any]:
+    """For tensors that may have values of a damaged step already."""
+    strict = parse_strict_flag(options["strict"])
+    if StrictHandling.requires_all_keys(strict):
+        return options
+    return options | {"strict": StrictHandling.RAISE_UNEXPECTED}

@@ -108,11 +108,13 @@ class Restored(NamedTuple):
 
     ``state`` is what ``megackpt.load`` returns: with a strictness of RETURN_* a tuple of three.
     ``skipped`` has the newer steps that are incomplete or damaged, each with its ``reason``.
+    ``source`` says whether it was loaded from the run's directory or from a ``LocalTier``.
     """
 
     step: int
     state: Any
     skipped: tuple[Step, ...]
+    source: Literal["storage", "local"] = "storage"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""The local checkpoints of one run: saves, restores, and which directory of the hosts is the run's."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal
+
+from megackpt.distributed import GroupLike, group_over
+from megackpt.errors import StorageError
+from megackpt.manager.local.pieces import HostPieces
+from megackpt.manager.local.restore import Loaded, LocalRestore
+from megackpt.manager.local.saves import LocalSaves
+from megackpt.manager.local.tier import LocalTier
+from megackpt.state import ShardedStateDict
+from megackpt.storage import digest, root_at
+from megackpt.strategies import CheckValues, Strategy, StrategyLike
+
+_RUN_FILE = ".megackpt-run"
+"""In the directory of the run: its id. Who removes the run, and starts again, has another one."""
+
+
+class LocalCheckpoints:
+    """The local checkpoints of the run at ``root``. All ranks create and call it.
+
+    Args:
+        tier: the settings.
+        root: the directory or URL of the run.
+        strategy: of the saves in the storage. The local ones are in the format torch_dist.
+        others: as for ``CheckpointManager``.
+    """
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        root: str,
+        strategy: StrategyLike,
+        process_group: GroupLike,
+        timeout: timedelta,
+        on_error: Literal["raise", "warn"],
+        max_failures: int,
+    ) -> None:
+        self._tier = tier
+        self._root = root
+        check_values: CheckValues = "off"
+        if isinstance(strategy, Strategy):
+            check_values = strategy.check_values
+        self._strategy = Strategy(
+            options={"torch_metadata": False}, check_values=check_values
+        )
+        self._process_group = process_group
+        self._timeout = timeout
+        self._on_error = on_error
+        self._max_failures = max_failures
+        self._saves: LocalSaves | None = None
+
+    def save(self, step: int, state: ShardedStateDict, asynchronous: bool) -> None:
+        """Save a step on the hosts, if it is one of theirs. Collective."""
+        if step % self._tier.every == 0:
+            self._get_saves().save(step, state, asynchronous)
+
+    def restore(
+        self,
+        state: ShardedStateDict,
+        lowest: int,
+        highest: int | None,
+        options: Mapping[str, Any],
+        finite: bool,
+    ) -> Loaded:
+        """Load the newest whole step from ``lowest`` to ``highest``. Collective."""
+        pieces = self._pieces(create=False)
+        if pieces is None:
+            return Loaded(None)
+        restore = LocalRestore(
+            pieces, self._tier.hostname, self._process_group, self._timeout
+        )
+        loaded = restore.newest(state, lowest, options, finite, highest)
+        if loaded.save is not None:
+            # Later steps, and those of other runs at this step, are not continued.
+            restore.clear([loaded.save])
+            self._get_saves().restored(loaded.save)
+        return loaded
+
+    def forget(self) -> None:
+        """Remove all local steps: the run continues from one in the storage. Collective."""
+        pieces = self._pieces(create=False)
+        if pieces is not None:
+            host, group = self._tier.hostname, self._process_group
+            LocalRestore(pieces, host, group, self._timeout).clear([])
+
+    def poll(self, blocking: bool = False) -> None:
+        """Finalize a local save that all ranks have ended. Collective while one is running."""
+        if self._saves is not None:
+            self._saves.poll(blocking)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize the running save (collective), or drop it (not collective)."""
+        if self._saves is not None:
+            self._saves.close(abort)
+
+    def _get_saves(self) -> LocalSaves:
+        if self._saves is None:
+            pieces = self._pieces(create=True)
+            if pieces is None:
+                raise StorageError(f"{self._root}: {_RUN_FILE} was removed meanwhile")
+            self._saves = LocalSaves(
+                self._tier,
+                pieces,
+                self._strategy,
+                self._process_group,
+                self._timeout,
+                self._on_error,
+                self._max_failures,
+            )
+        return self._saves
+
+    def _pieces(self, create: bool) -> HostPieces | None:
+        """The directory of this run on this host; None if the run has no local steps yet."""
+
+        def find() -> tuple[str, str]:
+            return digest(self._root.encode()).hex()[:16], _run_id(self._root, create)
+
+        with group_over(self._process_group, self._timeout) as group:
+            root, run = group.broadcast("find", find)
+        if not run:
+            return None
+        return HostPieces(os.path.abspath(self._tier.path), root, run)
+
+
+def _run_id(root: str, create: bool) -> str:
+    """The id of the run in its directory; "" if it has none, and ``create`` is false."""
+    with suppress(FileNotFoundError):
+        text = root_at(root).get(_RUN_FILE, 64).decode("ascii", "replace")
+        if re.fullmatch("[0-9a-f]{16}", text):
+            return text
+    if not create:
+        return ""
+    run = secrets.token_hex(8)
+    root_at(root, create=True).put(_RUN_FILE, run.encode())
+    return run

@@ -1,0 +1,180 @@
+"""The pieces of local checkpoints in the directory of one host.
+
+A piece is an ordinary checkpoint of one rank's shards. Its directory is complete as soon as it has
+its name: ``step_<step>_<save id>/rank_<rank>_of_<size>``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from megackpt.checkpoint import INDEX, open_checkpoint, verify
+from megackpt.distributed import Stream
+from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.storage import LocalStorage, digest
+
+_STEP = re.compile(r"step_(\d+)_([0-9a-f]+)")
+_RANK = re.compile(r"rank_(\d+)_of_(\d+)")
+_PARTIAL = ".partial"
+_BUFFER = 4 << 20  # bytes that are read or received at a time
+
+
+class LocalSave(NamedTuple):
+    """A save of all ranks, by which its pieces are sorted: later saves of a step are greater."""
+
+    step: int
+    id: str
+    size: int
+    """The number of ranks."""
+
+    @property
+    def folder(self) -> str:
+        return f"step_{self.step}_{self.id}"
+
+
+class Piece(NamedTuple):
+    """The shards of one rank in a local save."""
+
+    save: LocalSave
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Relative to the directory of the host."""
+        return f"{self.save.folder}/rank_{self.rank}_of_{self.save.size}"
+
+
+class PieceFiles(NamedTuple):
+    """What a rank has to know of a piece to receive it."""
+
+    sizes: Mapping[str, int]
+    digest: bytes
+    """Of the index, which has the digests of the other files."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+class HostPieces:
+    """The pieces of one run on this host, whose ranks share them.
+
+    Args:
+        path: of the tier.
+        root: identifies the directory of the run.
+        run: its id, which changes when the directory is removed and the run starts again.
+    """
+
+    def __init__(self, path: str, root: str, run: str) -> None:
+        self._path = path
+        self._root = root
+        self.location = f"{path}/{root}-{run}"
+
+    def path(self, piece: Piece) -> str:
+        return f"{self.location}/{piece.name}"
+
+    def held(self) -> list[Piece]:
+        """All complete pieces, sorted."""
+        pieces = []
+        if os.path.isdir(self.location):
+            storage = LocalStorage(self.location)
+            for folder in storage.list():
+                if step := _STEP.fullmatch(folder):
+                    for match in filter(
+                        None, map(_RANK.fullmatch, storage.list(folder))
+                    ):
+                        save = LocalSave(int(step[1]), step[2], int(match[2]))
+                        pieces.append(Piece(save, int(match[1])))
+        return sorted(pieces)
+
+    def clear(self, keep: Iterable[LocalSave]) -> None:
+        """Remove everything but these saves: unfinished pieces, and earlier runs at this root."""
+        kept = {save.folder for save in keep}
+        storage = LocalStorage(self.location, create=True)
+        for entry in storage.list():
+            if entry not in kept:
+                storage.delete(entry)
+        tier = LocalStorage(self._path)
+        for entry in tier.list():
+            if (
+                entry.startswith(f"{self._root}-")
+                and entry != self.location.split("/")[-1]
+            ):
+                tier.delete(entry)
+
+    def free_bytes(self) -> int:
+        """The room in the file system."""
+        LocalStorage(self.location, create=True)
+        room = os.statvfs(self.location)
+        return room.f_bavail * room.f_frsize
+
+    def problem(self, piece: Piece, finite: bool = False) -> str:
+        """What is wrong with a piece, all of which is read; "" if nothing is.
+
+        ``finite``: values that are NaN or infinite, which its save has noted, are wrong as well.
+        """
+        try:
+            report = verify(self.path(piece), whole=False)
+            problems = [*report.problems, *report.unread]
+            if finite and not problems:
+                problems = [open_checkpoint(self.path(piece)).manifest.nonfinite()]
+        except (CheckpointingException, OSError) as error:
+            return str(error)
+        return "; ".join(problems[:3])
+
+    def describe(self, piece: Piece) -> PieceFiles:
+        """The files of a piece that are sent."""
+        storage = LocalStorage(self.path(piece))
+        sizes = {name: storage.size(name) or 0 for name in storage.list()}
+        return PieceFiles(sizes, digest(storage.get(INDEX)))
+
+    def outgoing(self, piece: Piece, files: PieceFiles) -> Stream:
+        """The bytes of a piece."""
+
+        def read() -> Iterator[memoryview]:
+            storage = LocalStorage(self.path(piece))
+            buffer = memoryview(bytearray(_BUFFER))
+            for name, size in files.sizes.items():
+                with storage.open(name) as reader:
+                    for start in range(0, size, _BUFFER):
+                        part = buffer[: min(_BUFFER, size - start)]
+                        reader.read_into(start, [part])
+                        yield part
+
+        return Stream(files.nbytes, read())
+
+    def incoming(self, piece: Piece, files: PieceFiles) -> Stream:
+        """Receives a piece, which ``accept`` completes."""
+
+        def write() -> Iterator[memoryview]:
+            storage = LocalStorage(self.location, create=True)
+            storage.delete(piece.name + _PARTIAL)
+            buffer = memoryview(bytearray(_BUFFER))
+            for name, size in files.sizes.items():
+                with storage.create(f"{piece.name}{_PARTIAL}/{name}") as writer:
+                    for start in range(0, size, _BUFFER):
+                        part = buffer[: min(_BUFFER, size - start)]
+                        yield part
+                        writer.write([part])
+
+        return Stream(files.nbytes, write())
+
+    def accept(self, piece: Piece, files: PieceFiles) -> None:
+        """Complete a piece that was received. Raises CorruptCheckpoint if it is not as it was."""
+        storage = LocalStorage(self.location)
+        partial = piece.name + _PARTIAL
+        if digest(storage.get(f"{partial}/{INDEX}")) != files.digest:
+            raise CorruptCheckpoint(
+                f"{self.location}/{partial}: {INDEX} was changed on its way from another host"
+            )
+        report = verify(f"{self.location}/{partial}", whole=False)
+        if not report.ok:
+            raise CorruptCheckpoint(
+                f"{self.location}/{partial} was changed on its way from another host: "
+                + "; ".join([*report.problems, *report.unread][:3])
+            )
+        storage.delete(piece.name)
+        storage.rename(partial, piece.name)

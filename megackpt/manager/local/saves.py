@@ -1,0 +1,263 @@
+"""Saves the shards of each rank on its own host, and sends copies to other hosts."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
+
+from megackpt import tree
+from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Pending, Task
+from megackpt.distributed import (
+    Attempt,
+    Group,
+    GroupLike,
+    SingleGroup,
+    Stream,
+    another_group,
+    attempt,
+    group_over,
+)
+from megackpt.errors import CheckpointingException, ShardingError, StorageError
+from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, PieceFiles
+from megackpt.manager.local.tier import LocalTier
+from megackpt.saver import save
+from megackpt.state import (
+    ShardedBase,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
+from megackpt.strategies import Strategy
+
+logger = logging.getLogger("megackpt.manager")
+
+_SPARE = 1 << 20  # bytes of a piece beside its tensors
+
+
+class LocalSaves:
+    """The local saves of one run. All ranks create it at the same time, and call it.
+
+    Args:
+        tier: its settings; ``every`` is not used here.
+        pieces: the directory of this host.
+        strategy: of the pieces.
+        process_group: of all ranks. The copies are sent over another group of them.
+    """
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        pieces: HostPieces,
+        strategy: Strategy,
+        process_group: GroupLike,
+        timeout: timedelta,
+        on_error: Literal["raise", "warn"],
+        max_failures: int,
+    ) -> None:
+        self._tier = tier
+        self._pieces = pieces
+        self._strategy = strategy
+        self._process_group = process_group
+        self._timeout = timeout
+        self._queue = AsyncCallsQueue(
+            process_group=process_group,
+            timeout=timeout,
+            on_error=on_error,
+            max_failures=max_failures,
+        )
+        self._copies_group = another_group(process_group, timeout)
+        with self._group() as group:
+            hosts = group.reduce_broadcast("hosts", lambda: tier.hostname, list)
+        self._rank = group.rank
+        self._targets = tier.targets(hosts)
+        if tier.copies and len({*hosts}) <= tier.copies and not group.rank:
+            logger.warning(
+                "local checkpoints have %d copies, %d were asked for: the ranks are on %d hosts",
+                len({*hosts}) - 1,
+                tier.copies,
+                len({*hosts}),
+            )
+        self._hosts = hosts
+        # Complete on all ranks, the oldest first.
+        self._complete: list[LocalSave] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether a local save is not finalized."""
+        return self._queue.get_num_unfinalized_calls() > 0
+
+    def restored(self, save: LocalSave) -> None:
+        """The run continues from this save, the only one that is left."""
+        self._complete = [save]
+
+    def save(self, step: int, state: ShardedStateDict, asynchronous: bool) -> None:
+        """Save a step; collective. It waits until the save before has ended on all ranks.
+
+        Raises StorageError if a host has no room for it.
+        """
+        if self.running:
+            logger.info("step %d waits for the local save before it", step)
+            self.poll(blocking=True)
+        own = as_one_rank(state)
+        with self._group() as group:
+            try:
+                agreed = self._prepare(group, step, nbytes_of(own))
+            except CheckpointingException as error:
+                name = f"step {step} on the hosts"
+                if not self._queue.failures.tolerates(
+                    error, name, group.is_coordinator
+                ):
+                    raise
+                return
+        piece = Piece(agreed, self._rank)
+        write = partial(
+            save,
+            own,
+            self._pieces.path(piece),
+            self._strategy,
+            process_group=SingleGroup(),
+            timeout=self._timeout,
+            validate_access_integrity=False,
+        )
+        # An error of this rank alone is raised on all ranks when the save is finalized.
+        staged = attempt(partial(write, async_sharded_save=asynchronous))
+
+        def work(_: Advance) -> None:
+            with task.waiting_for_ranks():
+                self._store(piece, staged)
+
+        task = Task(work, f"step {step} on the hosts")
+        complete = partial(self._complete.append, agreed)
+        request = AsyncRequest(Pending(task, group), (), [complete])
+        if not asynchronous:
+            task.perform()
+        self._queue.schedule_async_request(request)
+        if not asynchronous:
+            self.poll(blocking=True)
+
+    def poll(self, blocking: bool = False) -> None:
+        """Finalize the save that all ranks have written and sent. Collective while one runs."""
+        self._queue.maybe_finalize_async_calls(blocking)
+
+    def close(self, abort: bool = False) -> None:
+        """Finalize the running save (collective), or drop it (not collective)."""
+        self._queue.close(abort)
+
+    def _group(self) -> Group:
+        return group_over(self._process_group, self._timeout)
+
+    def _prepare(self, group: Group, step: int, nbytes: int) -> LocalSave:
+        """Make room for a save, and agree on its id. ``nbytes``: of this rank's shards."""
+        kept = self._complete[1 - self._tier.generations :]
+        is_first = self._hosts.index(self._hosts[self._rank]) == self._rank
+
+        def work() -> tuple[int, int, int]:
+            if not is_first:
+                return step, nbytes, 0
+            self._pieces.clear(kept)
+            return step, nbytes, self._pieces.free_bytes()
+
+        def decide(answers: Sequence[tuple[int, int, int]]) -> LocalSave:
+            steps, needed, free = zip(*answers, strict=True)
+            if len({*steps}) > 1:
+                raise ShardingError(
+                    f"the ranks save different steps: {sorted({*steps})}"
+                )
+            self._check_room(needed, free, self._tier.generations - len(kept))
+            # Sorted by time, where a step is saved again.
+            unique = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+            return LocalSave(step, unique, group.size)
+
+        return group.reduce_broadcast("local save", work, decide)
+
+    def _check_room(
+        self, needed: Sequence[int], free: Sequence[int], generations: int
+    ) -> None:
+        """Raise StorageError if a host has no room for so many generations more."""
+        required = Counter[str]()
+        for rank, host in enumerate(self._hosts):
+            for holder in (host, *(self._hosts[to] for to in self._targets[rank])):
+                required[holder] += (needed[rank] + _SPARE) * generations
+        for host, nbytes in required.items():
+            room = free[self._hosts.index(host)]
+            if room < nbytes:
+                raise StorageError(
+                    f"{self._pieces.location} on host {host!r} has {room:,} bytes free, and local "
+                    f"checkpoints need {nbytes:,} more: {self._tier.generations} generations of "
+                    "what its ranks hold and of copies for other hosts. Make the tmpfs larger "
+                    "(mount -o remount,size=..., docker run --shm-size=...), or have fewer copies"
+                )
+
+    def _store(self, piece: Piece, staged: Attempt[AsyncRequest | None]) -> None:
+        """Write the piece, and exchange copies with the other hosts."""
+
+        def written() -> PieceFiles:
+            request = staged.get()
+            if request is not None:
+                request.execute_sync()
+            return self._pieces.describe(piece)
+
+        if not any(self._targets):
+            written()
+            return
+        own = attempt(written)
+        sources = [
+            Piece(piece.save, rank)
+            for rank, targets in enumerate(self._targets)
+            if self._rank in targets
+        ]
+        with group_over(self._copies_group, self._timeout) as group:
+            files = group.reduce_broadcast("local save", own.get, list)
+
+            def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
+                out = {
+                    to: self._pieces.outgoing(piece, files[self._rank])
+                    for to in self._targets[self._rank]
+                }
+                into = {
+                    source.rank: self._pieces.incoming(source, files[source.rank])
+                    for source in sources
+                }
+                return out, into
+
+            def accept() -> None:
+                for source in sources:
+                    self._pieces.accept(source, files[source.rank])
+
+            group.exchange("copies", streams)
+            group.reduce_broadcast("check copies", accept, len)
+
+
+def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
+    """The state of this rank as that of a job of one rank: each shard is the main replica."""
+    seen = Counter[Hashable]()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedBase):
+            return leaf
+        place: Hashable = id(leaf)
+        if isinstance(leaf, (ShardedTensor, ShardedObject)):
+            place = leaf.key, tuple(leaf.global_offset)
+        leaf = copy.copy(leaf)
+        leaf.replica_id = seen[place]  # a rank may hold a shard twice
+        seen[place] += 1
+        return leaf
+
+    result: ShardedStateDict = tree.dict_list_map_outplace(own, state)
+    return result
+
+
+def nbytes_of(state: ShardedStateDict) -> int:
+    """The bytes of the tensors of a state on this rank."""
+    total = 0
+    for _, leaf in tree.walk(state):
+        data = leaf.data if isinstance(leaf, ShardedBase) else leaf
+        total += getattr(data, "nbytes", 0)
+    return total

@@ -1,0 +1,387 @@
+"""Checkpoints on the hosts: ranks as threads, and hosts as directories."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megackpt import (
+    CheckpointManager,
+    LocalTier,
+    ShardedObject,
+    ShardedTensor,
+    StorageError,
+    Strategy,
+)
+from megackpt.manager import Restored
+from megackpt.manager.local.pieces import HostPieces
+from megackpt.manager.local.tier import next_hosts
+from megackpt.testing import ThreadedGroup
+
+RANKS = 4  # on two hosts
+
+
+def state(group: ThreadedGroup, step: int) -> dict[str, Any]:
+    """A sharded tensor, one that all ranks hold, an object of each rank, and common state."""
+    rank, size = group.rank, group.size
+    own = torch.arange(64.0) + 1000 * rank + step
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", own, (0, rank, size)),
+        "b": ShardedTensor.from_rank_offsets(
+            "b", torch.full((5,), float(step)), replica_id=rank
+        ),
+        "rng": ShardedObject("rng", {"seed": rank + step}, (size,), (rank,)),
+        "iteration": step,
+    }
+
+
+@dataclass
+class Job:
+    """A job whose hosts have a directory each; ``lost`` hosts come back empty."""
+
+    folder: Path
+    options: dict[str, Any]
+    ranks: int = RANKS
+    per_host: int = 2
+
+    def host(self, rank: int) -> str:
+        return f"host{rank // self.per_host}"
+
+    def tier(self, rank: int, **options: Any) -> LocalTier:
+        place = self.folder / "hosts" / self.host(rank)
+        options = {"every": 1} | self.options | options
+        return LocalTier(place, host=self.host(rank), **options)
+
+    def manager(self, group: ThreadedGroup, **options: Any) -> CheckpointManager:
+        local = self.tier(group.rank)
+        options = {"save_interval": 10, "process_group": group} | options
+        return CheckpointManager(self.folder / "run", local=local, **options)
+
+    def train(self, *steps: int, **options: Any) -> None:
+        """Save these steps."""
+
+        def rank(group: ThreadedGroup) -> None:
+            with self.manager(group, **options) as manager:
+                for step in steps:
+                    if manager.should_save(step):
+                        manager.save(step, state(group, step))
+
+        ThreadedGroup.run(self.ranks, rank)
+
+    def restore(self, **options: Any) -> tuple[int, str] | None:
+        """Restore on all ranks, and check each value. Returns the step, and where it was."""
+
+        def rank(group: ThreadedGroup) -> tuple[int, str] | None:
+            with self.manager(group) as manager:
+                asked = state(group, -1)
+                found = manager.restore(asked, **options)
+            return check(group, found)
+
+        (outcome,) = {*ThreadedGroup.run(self.ranks, rank)}
+        return outcome
+
+    def lose(self, host: int) -> None:
+        shutil.rmtree(self.folder / "hosts" / f"host{host}")
+
+    def pieces(self, host: int) -> list[str]:
+        """The pieces on a host: step, and rank."""
+        found = (self.folder / "hosts" / f"host{host}").glob("*/step_*/rank_*")
+        return sorted(
+            f"{p.parent.name.split('_')[1]}:{p.name.split('_')[1]}" for p in found
+        )
+
+
+def check(group: ThreadedGroup, found: Restored | None) -> tuple[int, str] | None:
+    if found is None:
+        return None
+    right = state(group, found.step)
+    for key in ("w", "b"):
+        assert torch.equal(found.state[key], right[key].data), (group.rank, key)
+    assert found.state["rng"] == right["rng"].data
+    assert found.state["iteration"] == found.step
+    return found.step, found.source
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path, {})
+
+
+def test_the_newest_local_step_is_restored(job: Job) -> None:
+    job.train(10, 11, 12)
+    assert job.pieces(0) == [
+        "11:0",
+        "11:1",
+        "11:2",
+        "11:3",
+        "12:0",
+        "12:1",
+        "12:2",
+        "12:3",
+    ]
+    assert job.restore() == (12, "local")
+    assert job.pieces(1) == ["12:0", "12:1", "12:2", "12:3"]
+
+
+def test_a_lost_host_gets_its_shards_from_the_copies(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.train(10, 11)
+    job.lose(1)
+    with caplog.at_level(logging.INFO, "megackpt"):
+        assert job.restore() == (11, "local")
+    assert "rank 2 gets them from 'host0', rank 3 gets them from 'host0'" in caplog.text
+    assert job.pieces(1) == ["11:2", "11:3"]
+
+
+def test_without_copies_a_lost_host_is_restored_from_the_storage(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.options["copies"] = 0
+    job.train(10, 11)
+    job.lose(1)
+    assert job.restore() == (10, "storage")
+    assert (
+        "local step 11 is skipped: no host has the shards of ranks 2, 3 undamaged"
+        in caplog.text
+    )
+    assert job.pieces(0) == []
+
+
+def files(job: Job) -> list[Path]:
+    """All files of the newest local step, on all hosts."""
+    steps = (job.folder / "hosts").glob("*/*/step_11_*")
+    return sorted(p for step in steps for p in step.rglob("*") if p.is_file())
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("flips", [6, pytest.param(300, marks=pytest.mark.campaign)])
+def test_flipped_bits_are_never_loaded(job: Job, tmp_path: Path, flips: int) -> None:
+    """One bit in a file of one host: the other copy is taken. In both: the step before is."""
+    job.train(10, 11)
+    saved = tmp_path / "hosts.saved"
+    shutil.copytree(tmp_path / "hosts", saved)
+    chance = random.Random(11)
+    all_files = files(job)
+    for number in range(flips):
+        path = chance.choice([p for p in all_files if p.stat().st_size])
+        flip(path, chance.randrange(8 * path.stat().st_size))
+        assert job.restore() == (11, "local"), (number, path)
+        shutil.rmtree(tmp_path / "hosts")
+        shutil.copytree(saved, tmp_path / "hosts")
+
+
+def test_a_step_without_a_good_copy_is_skipped(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.options["generations"] = 3
+    job.train(10, 11, 12)
+    for host in (0, 1):
+        (data,) = (job.folder / "hosts" / f"host{host}").glob(
+            "*/step_12_*/rank_1_*/__0_0.distcp"
+        )
+        flip(data, 8 * (data.stat().st_size // 2))
+    assert job.restore() == (11, "local")
+    assert (
+        "local step 12 is skipped: no host has the shards of rank 1 undamaged"
+        in caplog.text
+    )
+    assert job.pieces(0) == ["11:0", "11:1", "11:2", "11:3"]
+
+
+def test_both_hosts_lost(job: Job) -> None:
+    job.train(10, 11)
+    job.lose(0)
+    job.lose(1)
+    assert job.restore() == (10, "storage")
+
+
+def test_at_another_number_of_ranks_the_storage_is_used(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.train(10, 11)
+    job.ranks = 2
+
+    def rank(group: ThreadedGroup) -> tuple[int, str]:
+        with job.manager(group) as manager:
+            asked = state(group, -1)
+            asked["w"] = ShardedTensor.from_rank_offsets(
+                "w", torch.zeros(128), (0, group.rank, group.size)
+            )
+            del asked["rng"]
+            found = manager.restore(asked)
+        assert found is not None
+        return found.step, found.source
+
+    assert ThreadedGroup.run(2, rank) == [(10, "storage")] * 2
+    assert "it is of 4 ranks, and these are 2" in caplog.text
+
+
+def test_another_layout_of_as_many_ranks(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank asks for other shards than those that its host has."""
+    job.train(10, 11)
+
+    def rank(group: ThreadedGroup) -> tuple[int, str]:
+        with job.manager(group) as manager:
+            asked = state(group, -1)
+            place = (0, group.size - 1 - group.rank, group.size)
+            asked["w"] = ShardedTensor.from_rank_offsets("w", torch.zeros(64), place)
+            found = manager.restore(asked)
+        assert found is not None
+        right = torch.arange(64.0) + 1000 * (3 - group.rank) + found.step
+        assert torch.equal(found.state["w"], right)
+        return found.step, found.source
+
+    assert ThreadedGroup.run(RANKS, rank) == [(10, "storage")] * RANKS
+    assert "it cannot be loaded" in caplog.text
+
+
+def test_a_given_step(job: Job) -> None:
+    job.options["generations"] = 4
+    job.train(10, 11, 12)
+    assert job.restore(step=11) == (11, "local")
+    assert job.restore() == (11, "local")
+    job.train(12)
+    assert job.restore(step=10) == (10, "storage")
+    assert job.pieces(0) == []
+    assert job.restore() == (10, "storage")
+
+
+def test_a_newer_step_in_the_storage_wins(job: Job) -> None:
+    job.train(10, 11)
+    job.options["every"] = 1000
+    job.train(20)
+    assert job.restore() == (20, "storage")
+    assert job.pieces(0) == []
+
+
+def test_a_run_that_starts_again_does_not_find_the_steps_of_the_one_before(
+    job: Job,
+) -> None:
+    job.train(10, 11)
+    shutil.rmtree(job.folder / "run")
+    assert job.restore() is None
+    job.train(3)
+    assert job.pieces(0) == ["3:0", "3:1", "3:2", "3:3"]
+    assert job.restore() == (3, "local")
+
+
+def test_steps_that_are_due_on_the_hosts_only(job: Job) -> None:
+    job.options["every"] = 2
+    job.train(*range(1, 14))
+    assert sorted(p.name for p in (job.folder / "run").glob("iter_*")) == [
+        "iter_0000010"
+    ]
+    assert job.pieces(0)[::4] == ["10:0", "12:0"]
+    assert job.restore() == (12, "local")
+
+
+def test_a_save_without_asking_goes_to_the_storage(job: Job) -> None:
+    def rank(group: ThreadedGroup) -> None:
+        with job.manager(group) as manager:
+            manager.save(7, state(group, 7))
+
+    ThreadedGroup.run(RANKS, rank)
+    assert (job.folder / "run" / "iter_0000007").is_dir()
+    assert job.restore() == (7, "local")
+
+
+def test_a_host_without_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostPieces, "free_bytes", lambda _: 3 << 20)
+    need = "'host0' has 3,145,728 bytes free, and local checkpoints need 8,3.* more: 2 generations"
+    with pytest.raises(StorageError, match=need):
+        job.train(11)
+    job.train(10, 11, on_error="warn")
+    assert job.restore() == (10, "storage")
+
+
+def test_a_save_that_fails_on_one_host_leaves_the_step_before(job: Job) -> None:
+    """A copy cannot be written: no rank counts the step, and the next save removes its pieces."""
+    job.options["generations"] = 3
+
+    def rank(group: ThreadedGroup) -> None:
+        with job.manager(group) as manager:
+            manager.save(10, state(group, 10))
+            assert manager.should_save(11)
+            if group.rank == 2:
+                accept = manager._local._saves._pieces.accept
+
+                def full(*_: Any) -> None:
+                    raise StorageError("no space is left")
+
+                manager._local._saves._pieces.accept = full
+            with pytest.raises(StorageError, match="no space is left"):
+                manager.save(11, state(group, 11))
+            if group.rank == 2:
+                manager._local._saves._pieces.accept = accept
+            assert manager.should_save(12)
+            manager.save(12, state(group, 12))
+
+    ThreadedGroup.run(RANKS, rank)
+    assert job.pieces(1) == [f"{step}:{rank}" for step in (10, 12) for rank in range(4)]
+    assert job.restore() == (12, "local")
+
+
+def test_values_that_are_not_finite(job: Job) -> None:
+    strategy = Strategy("torch_dist", check_values="note")
+
+    def rank(group: ThreadedGroup) -> tuple[int, str]:
+        with job.manager(group, strategy=strategy) as manager:
+            for step in (10, 11):
+                bad = state(group, step)
+                if step == 11 and group.rank == 3:
+                    bad["w"].data[5] = float("nan")
+                if manager.should_save(step):
+                    manager.save(step, bad)
+            found = manager.restore(state(group, -1), finite=True)
+        assert found is not None
+        return found.step, found.source
+
+    assert ThreadedGroup.run(RANKS, rank) == [(10, "local")] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("per_host", "copies", "targets"),
+    [
+        ((2, 2), 1, [[2], [3], [0], [1]]),
+        ((1, 1, 1), 2, [[1, 2], [2, 0], [0, 1]]),
+        ((2, 1), 1, [[2], [2], [0]]),
+        ((2,), 1, [[], []]),
+    ],
+)
+def test_copies_are_on_other_hosts(
+    per_host: Sequence[int], copies: int, targets: list[list[int]]
+) -> None:
+    hosts = [f"host{h}" for h, count in enumerate(per_host) for _ in range(count)]
+    assert next_hosts(hosts, copies) == targets
+
+
+@pytest.mark.parametrize(
+    "option", [{"every": 0}, {"copies": -1}, {"generations": 1}, {"every": 1.5}]
+)
+def test_wrong_settings(option: dict[str, Any]) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=f"{name} of a LocalTier"):
+        LocalTier("/tmp", **({"every": 1} | option))
+
+
+def test_a_place_on_the_own_host_is_refused() -> None:
+    tier = LocalTier("/tmp", 1, place_copies=lambda rank, _: [rank ^ 1])
+    with pytest.raises(ValueError, match="a copy on 'host0', the rank's own host"):
+        tier.targets(["host0", "host0", "host1", "host1"])
+    assert tier.targets(["a", "b"]) == [[1], [0]]
