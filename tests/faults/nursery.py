@@ -20,7 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, NoReturn
 
-LATEST = 60.0
+LATEST = 180.0
 """Seconds after which a job hangs, and is a failure."""
 REFUSED = 3
 """How a rank ends to which save raised an error of the library's own."""

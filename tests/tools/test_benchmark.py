@@ -26,7 +26,7 @@ def benchmark(
     tiny = ("--quick", "--gib", "0.004", "--ranks", "64", "--dir", str(folder))
     command = [sys.executable, str(root / "tools" / "benchmark.py"), *tiny, *options]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False
+        command, capture_output=True, text=True, timeout=400, check=False
     )
 
 
