@@ -18,6 +18,7 @@ PLACES = {
         "dcp/",
         "backends/torch_dist",
         "megatron/torch_dcp",
+        "megatron/bucket_writer",
         "adapters/checkpointable",
         "manager/stateful",
         "integrations/",

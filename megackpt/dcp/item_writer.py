@@ -204,19 +204,16 @@ class ItemWriter:
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
         files = self._assignment.files
-        bins = spread([_size(item) for item in items], len(files))
         jobs = []
         with ThreadPoolExecutor(len(files), "megackpt-write") as pool:
-            for name, rows in zip(files, bins, strict=True):
-                if rows:
-                    own = [items[row] for row in rows]
-                    jobs.append(pool.submit(self._write_file, name, own))
+            for name, own in divide(items, files):
+                jobs.append(pool.submit(self.write_file, name, own))
         results = []
         for job in jobs:
             results += job.result()
         return results
 
-    def _write_file(self, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
+    def write_file(self, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         """The results. After an error of another thread, which its job raises, some only."""
         results = []
         at = ""
@@ -281,6 +278,18 @@ class _OpenBytesIO(io.BytesIO):
 
     def close(self) -> None:
         pass
+
+
+def divide(
+    items: Sequence[WriteItem], files: Sequence[str]
+) -> list[tuple[str, list[WriteItem]]]:
+    """The items of each file, of similar sizes, without files that would be empty."""
+    bins = spread([_size(item) for item in items], len(files))
+    return [
+        (name, [items[row] for row in rows])
+        for name, rows in zip(files, bins, strict=True)
+        if rows
+    ]
 
 
 def _size(item: WriteItem) -> int:

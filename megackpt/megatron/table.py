@@ -19,6 +19,10 @@ REFUSALS = {
         "tensors do not pass through torch DCP here: call save or load, or use the planners, "
         "readers and writers of megackpt.dcp"
     ),
+    "refused-writer": (
+        "it is a step of Megatron's own writer: derive from FileSystemWriterAsync, and call its "
+        "preload_tensors and write_preloaded_data"
+    ),
     "refused-worker": (
         "an AsyncCallsQueue starts its own worker: give AsyncCallsQueue(persistent=...) "
         "instead"
@@ -109,8 +113,9 @@ megackpt.megatron.strategy_classes: LoadCommonStrategy SaveCommonStrategy
 refused-common: save_common
 
 [strategies.filesystem_async]
-megackpt.megatron.torch_dcp: FileSystemWriterAsync _results_queue
-refused-dcp: get_write_results_queue
+megackpt.megatron.bucket_writer: FileSystemWriterAsync WriteBucket _results_queue
+    get_write_results_queue
+refused-writer: _process_memory _split_by_separation_hint _split_by_size_and_type
 
 [strategies.fully_parallel]
 megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy FullyParallelLoadStrategyWrapper
@@ -132,8 +137,9 @@ megackpt.megatron.strategy_classes: TensorStoreLoadShardedStrategy
 megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy LoadShardedStrategy MCoreMetadata
     MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy
     register_default_torch_strategies
+megackpt.megatron.bucket_writer: FileSystemWriterAsync
 megackpt.megatron.torch_dcp: CachedMetadataFileSystemReader CheckpointableShardedTensor
-    FileSystemWriterAsync LocalShardsContainer MCoreLoadPlanner MCoreSavePlanner
+    LocalShardsContainer MCoreLoadPlanner MCoreSavePlanner
     _replace_sharded_keys_with_state_dict_keys _replace_state_dict_keys_with_sharded_keys
     _unwrap_pyt_sharded_tensor flatten_state_dict get_async_strategy mcore_to_pyt_state_dict
 refused-dcp: sharded_tensor_to_torch_sharded_tensor

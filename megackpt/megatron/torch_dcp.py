@@ -26,6 +26,11 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from megackpt import dcp, serialization, tree
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.errors import CheckpointingException, ShardingError
+from megackpt.megatron.bucket_writer import (
+    FileSystemWriterAsync,
+    _results_queue,
+    get_write_results_queue,
+)
 from megackpt.state import ShardedTensor, is_main_replica
 
 
@@ -299,34 +304,11 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
         "CachedMetadataFileSystemReader": CachedMetadataFileSystemReader,
         "FileSystemWriterAsync": FileSystemWriterAsync,
         "_results_queue": _results_queue,
+        "get_write_results_queue": get_write_results_queue,
         "save_state_dict_async_finalize": dcp.save_state_dict_async_finalize,
         "save_state_dict_async_plan": dcp.save_state_dict_async_plan,
     }
     return "mcore", names[module] if module else names
-
-
-_results_queue = None
-"""No worker has such a queue here; Megatron's training imports the name."""
-
-
-class FileSystemWriterAsync(dcp.FileSystemWriterAsync):
-    """``megackpt.dcp.FileSystemWriterAsync`` with Megatron's arguments."""
-
-    def __init__(
-        self,
-        path: Any,
-        *args: Any,
-        separation_hint: str | None = None,
-        use_msc: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if separation_hint is not None or use_msc:
-            raise CheckpointingException(
-                "FileSystemWriterAsync does not support separation_hint (give it to "
-                "TorchDistSaveShardedStrategy, and call save) or the multi-storage client "
-                "(megackpt.save takes s3://, gs:// and az:// paths itself)"
-            )
-        super().__init__(path, *args, **kwargs)
 
 
 class CachedMetadataFileSystemReader(dcp.FileSystemReader):

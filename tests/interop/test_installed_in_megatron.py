@@ -265,7 +265,7 @@ def called(theirs: Any, ours: Any, told: str) -> dict[str, tuple[Any, Any]]:
     own = [
         m
         for m, f in vars(theirs).items()
-        if inspect.isfunction(f) and not m.startswith("_")
+        if inspect.isfunction(getattr(f, "__func__", f)) and not m.startswith("_")
     ]
     return made | {
         f"{told}.{m}": (getattr(theirs, m), getattr(ours, m, None)) for m in own
@@ -274,8 +274,9 @@ def called(theirs: Any, ours: Any, told: str) -> dict[str, tuple[Any, Any]]:
 
 UNLIKE = {
     "FullyParallelLoadStrategyWrapper.apply_loading_parallelization",
+    "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_objects",
+    "FullyParallelLoadStrategyWrapper.fill_in_deferred_sharded_tensors",
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-    "FileSystemWriterAsync.prepare_decentralized_global_plan",
     # "loaded_version" there, in some classes; passed by place
     "FullyParallelLoadStrategyWrapper.check_backend_compatibility",
     "TorchCommonLoadStrategy.check_backend_compatibility",

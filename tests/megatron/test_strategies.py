@@ -426,14 +426,6 @@ def test_dcps_own_save_and_load_take_shards(tmp_path: Path) -> None:
         LocalShardsContainer([])
 
 
-def test_a_writer_for_dcp_refuses_what_it_cannot(tmp_path: Path) -> None:
-    for options in ({"separation_hint": "w"}, {"use_msc": True}):
-        with pytest.raises(
-            megackpt.CheckpointingException, match="does not support separation_hint"
-        ):
-            FileSystemWriterAsync(tmp_path, thread_count=2, **options)
-
-
 def test_warming_up_is_harmless() -> None:
     assert warmup_persistent_caller(0, nice=10) is None
 
