@@ -113,6 +113,7 @@ class Leg:
             *options,
         ]
         command += [f"--tp={self.tp}", f"--pp={self.pp}", "--losses", self.log]
+        command += ["--audit=full"]  # a save raises if replicas differ
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with self.output.open("wb") as output:
             process = subprocess.Popen(

@@ -461,8 +461,9 @@ def main() -> None:
     grid = join(options.tp, options.pp)
     print(f"rank {grid.rank} is process {os.getpid()}", flush=True)
     trainer = Trainer(Config(), grid, options.lr)
+    strategy = megackpt.Strategy(options.format, audit=options.audit)
     with CheckpointManager(
-        options.dir, options.format, keep_last=options.keep_last
+        options.dir, strategy, keep_last=options.keep_last
     ) as checkpoints:
         checkpoints.on_signal(signal.SIGTERM)
         if options.load:
@@ -495,6 +496,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--format", default="torch_dist", help="of the checkpoints that are written"
+    )
+    parser.add_argument(
+        "--audit",
+        choices=("off", "sample", "full"),
+        default="off",
+        help="compare what several ranks hold, before each save is complete",
     )
     parser.add_argument(
         "--load",

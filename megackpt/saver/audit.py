@@ -38,7 +38,13 @@ _NAMED = 20  # shards, in a message
 _ADVICE = (
     "Ranks hold different values of the same shard: replicas have diverged, data is damaged, or "
     "different tensors have one key. Strategy(audit_exclude=[...]) leaves out keys whose replicas "
-    "may differ, and on_mismatch='warn' saves anyway. The shards:"
+    "may differ, and on_mismatch='warn' saves anyway."
+)
+_STATISTICS = ("running_mean", "running_var")
+_ABOUT_STATISTICS = (
+    "Of the shards below, {} hold running statistics of BatchNorm. DistributedDataParallel does "
+    "not keep these equal: each rank has those of its own batches. torch.nn.SyncBatchNorm does. "
+    "audit_exclude=['*running_mean', '*running_var'] leaves them out."
 )
 
 
@@ -217,7 +223,10 @@ def describe(
     manifest: Manifest,
 ) -> str:
     """Which ranks differ in which blocks. ``found``: of each rank, ``RankDigests.of(shards)``."""
-    lines = []
+    lines = [_ADVICE]
+    if statistics := sum(shard.key.endswith(_STATISTICS) for shard in shards):
+        lines.append(_ABOUT_STATISTICS.format(statistics))
+    lines.append("The shards:")
     for i, shard in enumerate(shards[:_NAMED]):
         ranks: dict[tuple[bytes, ...], list[int]] = {}
         compared: list[int] = []
@@ -244,7 +253,7 @@ def describe(
         lines.append(f"  {shard}: {text}; stored is that of {_stored(shard, manifest)}")
     if len(shards) > _NAMED:
         lines.append(f"  and {len(shards) - _NAMED} more shards")
-    return "\n".join([_ADVICE, *lines])
+    return "\n".join(lines)
 
 
 def _stored(shard: ShardId, manifest: Manifest) -> str:
