@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -16,6 +17,9 @@ from megackpt.megatron.module_table import PACKAGE
 from megackpt.megatron.table import MODULES
 
 THEIRS = "megatron.core.dist_checkpointing"
+
+KEPT = (".gpt_checkpoint_interop",)
+"""Modules of Megatron's that stay: they rewrite declarations, which are ours then (0.19)."""
 
 TESTED = ("0.16.1",)
 """Releases of megatron-core that the tests install this in."""
@@ -51,7 +55,7 @@ def install() -> Installed:
     _hook.replaced = _take_out()
     try:
         if _hook.replaced:
-            names = [name for name in _hook.replaced if _suffix(name) in MODULES]
+            names = [n for n in _hook.replaced if _suffix(n) in (*MODULES, *KEPT)]
             _replace(_hook.replaced, {name: import_module(name) for name in names})
             _warn_of_release()
     except BaseException:
@@ -133,6 +137,12 @@ class _Hook(MetaPathFinder, Loader):
         suffix = _suffix(fullname)
         if suffix is None:
             return None
+        if suffix in KEPT:
+            folders = [
+                os.path.join(folder, "dist_checkpointing")
+                for folder in import_module("megatron.core").__path__
+            ]
+            return PathFinder.find_spec(fullname, folders)
         if suffix not in MODULES:
             # Not left to other finders: they would find our files, and import them a second time.
             raise ModuleNotFoundError(

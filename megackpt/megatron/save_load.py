@@ -15,12 +15,14 @@ from megackpt.backends.object_files import COMMON_FILE
 from megackpt.distributed import GroupLike
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
 from megackpt.megatron.strategy_classes import (
+    Directory,
     TorchCommonSaveStrategy,
     callable_strategy,
     get_default_strategy,
 )
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.state import ShardedStateDict
+from megackpt.storage import root_at
 from megackpt.strategies import (
     CheckpointingConfig,
     StrategyAction,
@@ -31,6 +33,16 @@ from megackpt.strategies import (
 CONFIG_FNAME = CONFIG
 COMMON_STATE_FNAME = COMMON_FILE
 load_common = loader.load_common_state_dict
+
+
+def _legacy_common_state_exists(checkpoint_dir: Directory) -> bool:
+    """Whether the common state is a file of its own, as megackpt and Megatron up to 0.18 write it."""
+    try:
+        storage = root_at(checkpoint_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return storage.size(COMMON_STATE_FNAME) is not None
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

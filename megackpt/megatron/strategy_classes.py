@@ -183,10 +183,14 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
 
 
 class TorchDistLoadShardedStrategy(LoadShardedStrategy):
-    """Loads torch_dist. The arguments have no effect: each load opens the checkpoint itself."""
+    """Loads torch_dist. The arguments have no effect: each load opens the checkpoint itself, and
+    destinations of TransformerEngine's float8 are not supported."""
 
     def __init__(
-        self, cache_metadata: bool = False, checkpoint_name: Any = None
+        self,
+        cache_metadata: bool = False,
+        checkpoint_name: Any = None,
+        stream_ckpt_dequant: bool = True,
     ) -> None:
         super().__init__("torch_dist", 1)
 
@@ -228,6 +232,8 @@ class FullyParallelSaveStrategyWrapper(
         validate_access_integrity: bool = True,
         pg_cache_path: Any = None,
         pg_cache_create: Any = False,
+        backend: Any = None,
+        version: Any = None,
     ) -> None:
         strategies.FullyParallelSaveStrategyWrapper.__init__(
             self, strategy, parallelization_group, do_cache_distribution
@@ -421,10 +427,6 @@ def register_default_common_strategies() -> None:
 
 def register_default_torch_strategies() -> None:
     """Do nothing: the formats are registered."""
-
-
-def warmup_persistent_caller(*_: Any, **__: Any) -> None:
-    """Do nothing: a queue starts its worker with the first save, in some hundredths of a second."""
 
 
 _FORMATS = (

@@ -23,6 +23,9 @@ REFUSALS = {
         "it is a step of Megatron's own writer: derive from FileSystemWriterAsync, and call its "
         "preload_tensors and write_preloaded_data"
     ),
+    "refused-nvrx": (
+        "saves do not use nvidia-resiliency-ext: get_async_strategy returns megackpt's own classes"
+    ),
     "refused-worker": (
         "an AsyncCallsQueue starts its own worker: give AsyncCallsQueue(persistent=...) "
         "instead"
@@ -80,8 +83,8 @@ megackpt: AsyncRequest StrictHandling load_common_state_dict load_content_metada
     load_plain_tensors load_sharded_metadata load_tensors_metadata remove_sharded_tensors
 megackpt.loader.metadata: CkptShardedMetadata
 megackpt.strategies: StrategyAction
-megackpt.megatron.save_load: get_default_load_sharded_strategy get_default_save_common_strategy
-    get_default_save_sharded_strategy load save
+megackpt.megatron.save_load: _legacy_common_state_exists get_default_load_sharded_strategy
+    get_default_save_common_strategy get_default_save_sharded_strategy load save
 megackpt.megatron.strategy_classes: get_default_strategy
 
 [state_dict_utils]
@@ -89,7 +92,7 @@ refused-step: filter_out_empty_flatten_tensor load_preprocess save_preprocess
 
 [strategies.async_utils]
 megackpt: AsyncCallsQueue AsyncRequest
-megackpt.megatron.strategy_classes: warmup_persistent_caller
+megackpt.megatron.async_names: _disable_gc _set_process_qos warmup_persistent_caller
 refused-worker: AsyncCaller PersistentAsyncCaller TemporalAsyncCaller
 
 [strategies.base]
@@ -115,12 +118,18 @@ refused-common: save_common
 [strategies.filesystem_async]
 megackpt.megatron.bucket_writer: FileSystemWriterAsync WriteBucket _results_queue
     get_write_results_queue
+megackpt.megatron.async_names: _disable_gc
 refused-writer: _process_memory _split_by_separation_hint _split_by_size_and_type
 
 [strategies.fully_parallel]
 megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy FullyParallelLoadStrategyWrapper
     FullyParallelSaveStrategyWrapper LoadShardedStrategy
 megackpt.megatron.shard_distribution: distribute_main_replicas_with_precomputed_distribution
+megackpt.megatron.state_parts: _sharded_object_id _sharded_tensor_shard_id
+
+[strategies.nvrx]
+megackpt.megatron.async_names: has_nvrx_async_support make_nvrx_async_request
+refused-nvrx: is_nvrx_min_version
 
 [strategies.resharding]
 refused-flat: TensorReformulationMetadata apply_nd_flattened_tensors_reformulation

@@ -297,7 +297,14 @@ class MCoreLoadPlanner(dcp.LoadPlanner):
 
 
 def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) -> Any:
-    """("mcore", our counterparts by name), or one of these by name: one engine serves both."""
+    """("mcore", our counterparts by name), or one of these by name: one engine serves both.
+
+    TypeError for another ``async_strategy`` than "nvrx" and "mcore".
+    """
+    if async_strategy not in ("nvrx", "mcore"):
+        raise TypeError(
+            f"async_strategy is 'nvrx' or 'mcore', not {async_strategy!r}: megackpt serves both"
+        )
     names: dict[str, Any] = {
         "AsyncCallsQueue": AsyncCallsQueue,
         "AsyncRequest": AsyncRequest,
@@ -313,6 +320,14 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
 
 class CachedMetadataFileSystemReader(dcp.FileSystemReader):
     """``megackpt.dcp.FileSystemReader``. It opens the checkpoint in each load, without a cache."""
+
+    def __init__(
+        self,
+        path: Any,
+        cache_metadata: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(path, **options)
 
     @classmethod
     def clear_metadata_cache(cls) -> None:
