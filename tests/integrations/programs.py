@@ -1,4 +1,4 @@
-"""Programs of documentation pages, run on ranks that are killed and started again."""
+"""Programs, most of them of documentation pages, run on ranks that are killed and started again."""
 
 from __future__ import annotations
 
@@ -49,16 +49,22 @@ AcceleratorState.__init__ = start_with_fsdp
 
 
 UNDISTURBED: dict[tuple[str, int], dict[int, float]] = {}
-"""Page and ranks -> the losses of a run; those of variants of the program are the same."""
+"""Page or file, and ranks -> the losses of a run; those of variants of the program are the same."""
 
 
 class Program:
-    """The whole program of a page, which prints a line ``step N: LOSS`` for each step."""
+    """A program, which prints a line ``step N: LOSS`` for each step.
+
+    Args:
+        page: the page of docs/integrations with the whole program, or a file of tests/integrations.
+    """
 
     def __init__(self, page: str, folder: Path, ranks: Ranks, *peers: str) -> None:
-        text = (ROOT / "docs" / "integrations" / page).read_text(encoding="utf-8")
-        longest = max(FENCE.findall(text), key=len)
-        self.source = longest
+        if page.endswith(".py"):
+            self.source = Path(__file__).with_name(page).read_text(encoding="utf-8")
+        else:
+            text = (ROOT / "docs" / "integrations" / page).read_text(encoding="utf-8")
+            self.source = max(FENCE.findall(text), key=len)
         self._page = page
         self._folder = folder
         self._ranks = ranks

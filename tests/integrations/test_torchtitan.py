@@ -1,4 +1,4 @@
-"""torchtitan's optimizers and schedulers with our manager: killed, and resumed on other ranks."""
+"""torchtitan's optimizers and schedulers, and its own trainer, with our manager: killed, and resumed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt import CheckpointManager
+from megackpt import CheckpointManager, verify
 from tests.conftest import Ranks
 from tests.integrations.programs import Program
 
@@ -31,3 +31,16 @@ def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path, first: str) -
     assert complete[-2:] == [10, 12]
     if first == "ours":
         assert len(complete) <= 4  # the last save but one was running at the last purge
+
+
+@pytest.mark.transformers  # for its tokenizers
+def test_torchtitans_own_trainer_is_killed_and_resumes(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    name = "with_torchtitan_trainer.py"
+    program = Program(name, tmp_path, ranks, "torchtitan", "huggingface")
+    program.survives(2, 2, killed_at=9, saved=2)
+    steps = CheckpointManager(tmp_path / "killed/run/checkpoint").steps()
+    complete = [step.step for step in steps if step.complete]
+    assert complete[-2:] == [10, 12]
+    assert verify(tmp_path / "killed/run/checkpoint/step-12").checked  # by digests
