@@ -132,8 +132,7 @@ class DirectoryTarget(SiblingDirectories):
             if folder is not None and is_replaceable(folder):
                 if not overwrite:
                     raise CheckpointExists(
-                        f"{self.location} holds a complete checkpoint: save elsewhere, or pass "
-                        f"overwrite=True to replace it (a save without index replaces nothing)"
+                        f"{self.location} holds a complete checkpoint"
                     )
                 self._own_files(folder)  # raises if they cannot be determined
             # A new target gets the usual mode. One that replaces a directory gets its mode later.

@@ -125,10 +125,7 @@ class ObjectTarget:
         if record is None and others and is_replaceable(self.outer):
             self._foreign = own_files(self.outer)
         if (record or self._foreign) and not overwrite:
-            raise CheckpointExists(
-                f"{self.location} holds a complete checkpoint: pass overwrite=True to "
-                f"replace it"
-            )
+            raise CheckpointExists(f"{self.location} holds a complete checkpoint")
         return "" if record is None else save_folder(record.save_id)
 
     def _remove_dead(

@@ -51,6 +51,7 @@ from megackpt.checkpoint.opening import (
 )
 from megackpt.checkpoint.records import Record
 from megackpt.errors import (
+    CheckpointExists,
     CheckpointingException,
     CorruptCheckpoint,
     NotACheckpoint,
@@ -328,20 +329,36 @@ def _end(save_id: str, process: int) -> bool:
 
 
 def begin(
-    directory: Directory, *, save_id: str, overwrite: bool = True, resume: bool = False
+    directory: Directory,
+    *,
+    save_id: str,
+    overwrite: bool = True,
+    resume: bool = False,
+    indexed: bool = True,
 ) -> Transaction:
     """Begin a save to this directory. No reader sees it before it is committed.
 
     It makes parent directories and follows a symbolic link. It removes leftovers of dead saves,
-    except those of this id with ``resume``: then the save continues from them.
+    except those of this id with ``resume``: then the save continues from them. One that will not be
+    ``indexed`` replaces nothing, as a later save could not know which files are its own.
 
     Raises:
-        CheckpointExists: a complete checkpoint is there, and ``overwrite`` is False.
+        CheckpointExists: a complete checkpoint is there, and it may not be replaced.
         SaveInProgress: ``resume``, and the save of this id may be alive.
         StorageError: the directory cannot be made, or cannot be replaced.
     """
     target = _target(directory, create=True)
-    return Transaction(target, save_id, overwrite=overwrite, resume=resume)
+    try:
+        may_replace = overwrite and indexed
+        return Transaction(target, save_id, overwrite=may_replace, resume=resume)
+    except CheckpointExists as error:
+        ways = "pass overwrite=True to replace it"
+        if not indexed:
+            ways = (
+                "save with an index (index=True), or remove that checkpoint first: a save without "
+                "index replaces nothing"
+            )
+        raise CheckpointExists(f"{error}: save elsewhere, or {ways}") from None
 
 
 def _target(

@@ -177,9 +177,13 @@ class Conversion:
             save_id = uuid.uuid4().hex
         if resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
-        # Without an index a later save cannot know which files are its own.
-        overwrite = overwrite and self.backend.properties.indexed
-        place = begin(target, save_id=save_id, overwrite=overwrite, resume=resume)
+        place = begin(
+            target,
+            save_id=save_id,
+            overwrite=overwrite,
+            resume=resume,
+            indexed=self.backend.properties.indexed,
+        )
         done: dict[int, TaskResult] = {}
         try:
             files = self.backend.layout(len(self.plans), self.manifest).files

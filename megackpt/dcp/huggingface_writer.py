@@ -147,7 +147,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         index: bool = False,
         overwrite: bool = True,
     ) -> None:
-        super().__init__(path, thread_count=thread_count, overwrite=overwrite and index)
+        super().__init__(path, thread_count=thread_count, overwrite=overwrite)
+        self._indexed = index
         if token is not None:
             raise CheckpointingException(
                 f"{path} is a directory, which needs no token: save, then upload the directory"

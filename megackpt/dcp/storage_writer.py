@@ -121,6 +121,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     """
 
     _item_writer = ItemWriter
+    _indexed = True
 
     def __init__(
         self,
@@ -260,7 +261,10 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         names, assignments = self._assign(directory, plans)
         try:
             self._begun = begin(
-                directory, save_id=self.save_id, overwrite=self.overwrite
+                directory,
+                save_id=self.save_id,
+                overwrite=self.overwrite,
+                indexed=self._indexed,
             )
         except CheckpointExists as error:  # in the words of stock's writer
             raise CheckpointExists(f"Checkpoint already exists: {error}") from error

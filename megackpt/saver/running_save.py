@@ -100,8 +100,6 @@ class RunningSave:
         @events.stage("begin")
         def work() -> Transaction:
             request = declared.get()
-            # Without an index a later save cannot know which files are its own.
-            overwrite = request.overwrite and request.backend.properties.indexed
             save_id = uuid.uuid4().hex
             if cached:
                 save_id = cached.save_id
@@ -109,7 +107,10 @@ class RunningSave:
             self.transaction = self.on_storage(
                 "begin",
                 lambda _: begin(
-                    request.directory, save_id=save_id, overwrite=overwrite
+                    request.directory,
+                    save_id=save_id,
+                    overwrite=request.overwrite,
+                    indexed=request.backend.properties.indexed,
                 ),
             )
             if cached and cached.manifest is not None:

@@ -165,8 +165,12 @@ def test_a_damaged_checkpoint_is_replaced_and_nothing_else_lost(tmp_path, saves)
 
 def test_overwrite_refused(tmp_path, saves):
     saves.save(tmp_path / "c", 1)
-    with pytest.raises(CheckpointExists, match="overwrite=True"):
+    way_out = (
+        r"c holds a complete checkpoint: save elsewhere, or pass overwrite=True to"
+    )
+    with pytest.raises(CheckpointExists, match=way_out) as refused:
         saves.save(tmp_path / "c", 2, overwrite=False)
+    assert "index" not in str(refused.value)
     assert saves.load(tmp_path / "c") == 1
     assert entries(tmp_path) == {"c"}
 
