@@ -57,7 +57,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     **{
         name: ((PEERS / name).is_dir, f'{name} is missing: "make peers" installs it')
-        for name in ("lightning", "accelerate", "torchtitan", "torchdata")
+        for name in ("lightning", "accelerate", "torchtitan", "torchdata", "nvrx")
     },
 }
 

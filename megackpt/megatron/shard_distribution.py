@@ -7,7 +7,8 @@ caller's own, and for programs that call them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -168,7 +169,18 @@ def exchange_loaded_tensors_gather_object(
     parallelization_group: Any = None,
 ) -> Tensors:
     """What all ranks of the group have loaded, pickled. Takes the memory of all of it."""
-    return _gather_loaded(loaded_tensors, parallelization_group)
+    packed = {}
+    for name, tensor in loaded_tensors.items():
+        # As bytes, because torch does not unpickle every dtype. Of a view it pickles all storage.
+        compact = tensor.detach().clone(memory_format=torch.contiguous_format)
+        octets = compact.reshape(-1).view(torch.uint8)
+        packed[name] = octets, tensor.dtype, tensor.shape
+    result = {}
+    for name, (octets, dtype, shape) in _gather_loaded(
+        packed, parallelization_group
+    ).items():
+        result[name] = octets.view(dtype).reshape(shape)
+    return result
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: Any) -> dict[Any, Any]:
@@ -198,6 +210,60 @@ def exchange_by_distribution(
     return run(
         loaded_tensors, unloaded_shards, shard_distribution, parallelization_group
     )
+
+
+def shard_box(shard: ShardedTensor) -> _ShardId:
+    """Key, offset and shape: an empty shard may have the key and offset of another one."""
+    return shard.key, tuple(shard.global_offset), tuple(shard.local_shape)
+
+
+def receive_lacking(
+    kept: Iterable[ShardedTensor],
+    wanted: Iterable[ShardedTensor],
+    process_group: Any,
+    algorithm: Any,
+) -> Tensors:
+    """The wanted tensors that this rank does not keep, by box. Collective over the group.
+
+    Each is sent by the lowest rank that keeps it, whatever the distribution was at the save, into
+    the wanted shard's data, or into a new tensor where that is absent, on the meta device or of
+    another dtype. What no rank keeps is left out.
+    """
+    rank, _ = messages.rank_and_size(process_group)
+    own = {shard_box(shard): shard for shard in kept}
+    lacking = {shard_box(shard): shard for shard in wanted}
+    lacking = {name: lacking[name] for name in lacking if name not in own}
+    described = {name: shard.without_data() for name, shard in own.items()}
+    parts = messages.gather_all((described, list(lacking)), process_group)
+    keepers: dict[_ShardId, int] = {}
+    metadata: dict[_ShardId, ShardedTensor] = {}
+    for number, (shards, _) in enumerate(parts):
+        for name in shards:
+            keepers.setdefault(name, number)
+            metadata.setdefault(name, shards[name])
+    ranks: dict[_ShardId, list[int]] = {}
+    for number, (_, names) in enumerate(parts):
+        for name in names:
+            if name in keepers:
+                ranks.setdefault(name, [keepers[name]]).append(number)
+    if not ranks:
+        return {}
+    sources = {name: keepers[name] for name in ranks}
+    sent = {}
+    for name, source in sources.items():
+        if source == rank:
+            sent[name] = cast(torch.Tensor, own[name].data)
+    places = {}
+    for name in lacking.keys() & ranks.keys():
+        data = lacking[name].data
+        if data is not None and (data.is_meta or data.dtype != metadata[name].dtype):
+            data = None
+        places[name] = replace(metadata[name], data=data)
+    distribution = ShardDistribution(sources, set(ranks), metadata, ranks)
+    result = exchange_by_distribution(
+        sent, places, distribution, process_group, algorithm
+    )
+    return {name: result[name] for name in places}
 
 
 def load_and_exchange(

@@ -37,10 +37,6 @@ REFUSALS = {
     "refused-common": COMMON_IS_KEPT,
     "refused-config": "save writes metadata.json with the rest of a checkpoint: call save",
     "refused-line": "Megatron-Core 0.19 no longer has it: write the line of Python that it is",
-    "refused-memory": (
-        "checkpoints in memory are not supported: save asynchronously, or uninstall() and use"
-        " Megatron's own"
-    ),
     "refused-debug": "watch a save by megackpt.watching, or by the logger 'megackpt'",
     "refused-fp8": "float8 tensors of TransformerEngine are not supported: dequantise them",
     "refused-digests": "save always keeps digests of all that it writes: there is nothing to add",
@@ -161,7 +157,7 @@ megackpt.megatron.strategy_classes: LoadShardedStrategy ZarrLoadShardedStrategy
     ZarrSaveShardedStrategy
 
 [tensor_aware_state_dict]
-refused-memory: MCoreTensorAwareStateDict
+megackpt.megatron.local_checkpoint: MCoreTensorAwareStateDict
 
 [utils]
 megackpt: LocalNonpersistentObject ShardedObject ShardedTensor ShardedTensorFactory

@@ -64,6 +64,7 @@ NAMES = {
     "register_default_torch_strategies",
     ".strategies.two_stage": "TwoStageDataParallelLoadShardedStrategy",
     ".strategies.zarr": "LoadShardedStrategy ZarrLoadShardedStrategy ZarrSaveShardedStrategy",
+    ".tensor_aware_state_dict": "MCoreTensorAwareStateDict",
     ".utils": "LocalNonpersistentObject ShardedBase ShardedObject ShardedTensor "
     "ShardedTensorFactory _ShardId _clean_metadata_for_serialization _sharded_object_id "
     "_sharded_tensor_shard_id add_prefix_for_sharding apply_prefix_mapping "
