@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
@@ -68,8 +69,8 @@ class AuditPolicy:
 class RankReplicas:
     """The rows of a rank's declarations that other ranks hold, too.
 
-    In a sample, those of at most ``always`` bytes are compared in every save. The policy is that of
-    rank 0.
+    Those of at most ``always`` bytes are compared in every save: of a sample as a whole, and
+    between the saves that ``policy.every`` names. The policy is that of rank 0.
     """
 
     rows: Int32
@@ -80,6 +81,10 @@ class RankReplicas:
         """Whether this save is one that is compared."""
         return turn % self.policy.every == 0
 
+    def small(self, declared: Declarations) -> RankReplicas:
+        """Those that are compared in every save. ``declared``: what this rank declares."""
+        return replace(self, rows=self.rows[declared.nbytes[self.rows] <= self.always])
+
 
 @dataclass(frozen=True, eq=False)
 class AllReplicas:
@@ -87,6 +92,20 @@ class AllReplicas:
 
     shards: Declarations
     entries: Groups
+    always: int
+
+    @cached_property
+    def small(self) -> AllReplicas:
+        """Those of ``RankReplicas.small``."""
+        is_small = self.shards.nbytes <= self.always
+        entries = self.entries.order[is_small[self.entries.number]]
+        is_sent = np.zeros(len(self.entries.order), np.bool_)
+        is_sent[entries] = True
+        place = np.cumsum(is_sent, dtype=np.int64) - 1
+        counts = np.diff(self.entries.bounds)[is_small]
+        bounds = np.append(0, np.cumsum(counts, dtype=np.int64))
+        shards = self.shards.take(np.flatnonzero(is_small))
+        return AllReplicas(shards, Groups(place[entries], bounds), self.always)
 
     def differing(self, digests: Sequence[bytes]) -> list[ShardId]:
         """The shards whose replicas differ. ``digests``: of each rank, in rank order."""
@@ -131,7 +150,7 @@ def find_replicas(
         RankReplicas(local[bounds[rank] : bounds[rank + 1]], always, policy)
         for rank in range(len(parts))
     ]
-    return own, AllReplicas(declared.take(rows[entries.first]), entries)
+    return own, AllReplicas(declared.take(rows[entries.first]), entries, always)
 
 
 def _small_enough(sizes: Any) -> int:

@@ -24,7 +24,13 @@ from megackpt.errors import (
     RankLost,
     ReplicaMismatch,
 )
-from megackpt.planning.manifest import Manifest, SavePlan, ShardId, WriteResult
+from megackpt.planning.manifest import (
+    Declarations,
+    Manifest,
+    SavePlan,
+    ShardId,
+    WriteResult,
+)
 from megackpt.saver.audit import (
     AllReplicas,
     Blocks,
@@ -49,6 +55,15 @@ class RankPart:
     manifest: Manifest | None
     replicas: RankReplicas | None = None
     all_replicas: AllReplicas | None = None
+
+    def between_audits(self, declared: Declarations) -> RankPart:
+        """For a save that ``Strategy.audit_every`` leaves out: it compares small replicas."""
+        own, every = self.replicas, self.all_replicas
+        return replace(
+            self,
+            replicas=own and own.small(declared),
+            all_replicas=every and every.small,
+        )
 
 
 @dataclass(frozen=True, eq=False)

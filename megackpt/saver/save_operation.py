@@ -176,7 +176,7 @@ def save(
         else:
             request, part = make_plan(operation, declared, started)
         if part.replicas is not None and not part.replicas.due(turn):
-            part = replace(part, replicas=None, all_replicas=None)
+            part = part.between_audits(request.declared)
         operation.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference

@@ -46,7 +46,8 @@ class Strategy:
     ``audit`` compares the values of each shard that several ranks hold, before the save is
     complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, others in each save, and
     small shards always; "off": none. With ``audit_every`` n, every n-th save of a state does so,
-    its first one included. ``audit_exclude`` has patterns of keys that are not compared. If values
+    its first one in each process included; the others compare only small shards (those of a rank
+    that are together at most 1 MiB). ``audit_exclude`` has patterns of keys that are not compared. If values
     differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and saves.
     Rank 0's settings count. Hashing takes place before ``save`` returns.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,17 +200,78 @@ def test_adapters_of_which_each_rank_holds_its_own_part(tmp_path: Path) -> None:
     assert "layer.lora_A.weight" in str(errors[0])
 
 
-def test_every_third_save_is_audited(tmp_path: Path) -> None:
-    strategy = Strategy(audit="full", audit_every=3, on_mismatch="warn")
-    seen: list[events.Event] = []
+@pytest.mark.parametrize("amount", ["sample", "full"])
+def test_every_third_save_is_audited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, amount: str
+) -> None:
+    """Small shards in all saves. With the plan of the first one, and after a restart."""
+    options = {"audit": amount, "audit_every": 3, "on_mismatch": "warn"}
+    strategy = Strategy(**options, audit_exclude=["bool"])
+    found: list[set[str]] = []
 
     def run(group: ThreadedGroup) -> None:
         for _ in range(7):
-            megackpt.save(state(group), tmp_path / "a", strategy, process_group=group)
+            mine = state(group)
+            if group.rank == 1:
+                mine[
+                    "large"
+                ].data.zero_()  # all blocks differ, so that a sample sees it
+                mine["step"].data += 1
+                mine["bool"].data.zero_()
+            megackpt.save(mine, tmp_path / "a", strategy, process_group=group)
+            if group.rank == 0:
+                found.append(set(re.findall(r"^  '(\w+)'", caplog.text, re.MULTILINE)))
+                caplog.clear()
 
-    with events.watching(seen.append):
-        ThreadedGroup.run(2, run)
-    assert sum(event.stage == "audit" for event in seen) == 2 * 3
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING, "megackpt"):
+            ThreadedGroup.run(3, run)
+    small, every = {"step"}, {"large", "step"}
+    if amount == "sample":
+        # Of three blocks, only some of the first saves compare one.
+        assert [keys - {"large"} for keys in found] == [small] * 14
+        assert all(keys == small for i, keys in enumerate(found) if i % 7 % 3)
+    else:
+        assert found == [every, small, small] * 2 + [every] + (
+            [every, small, small] * 2 + [every]
+        )
+
+
+def test_small_shards_are_at_most_a_mebibyte_together(tmp_path: Path) -> None:
+    """Between audits the smallest replicas are compared. Ranks hold different ones."""
+    strategy = Strategy(audit="full", audit_every=100)
+    sizes = {"a": 600 << 10, "b": 500 << 10, "c": 400 << 10, "d": 8}
+
+    def run(group: ThreadedGroup) -> list[str]:
+        found = []
+        for changed in ["", *sizes]:
+            mine = {}
+            for key, size in sizes.items():
+                value = torch.zeros(size, dtype=torch.uint8)
+                value += key == changed and group.rank == 2
+                if key != "c" or group.rank:
+                    replica = group.rank - (key == "c")
+                    mine[key] = replicated(key, value, replica)
+            try:
+                megackpt.save(mine, tmp_path / "a", strategy, process_group=group)
+            except ReplicaMismatch as error:
+                found += [key for key in sizes if f"'{key}'" in str(error)]
+        return found
+
+    # b, c and d are together less than a mebibyte, on each rank.
+    assert ThreadedGroup.run(3, run) == [["b", "c", "d"]] * 3
+
+
+def test_no_small_replicas_between_audits(tmp_path: Path) -> None:
+    strategy = Strategy(audit="full", audit_every=2)
+
+    def run(group: ThreadedGroup) -> None:
+        large = torch.zeros(2 * MIB, dtype=torch.uint8)
+        for _ in range(3):
+            mine = {"large": replicated("large", large, group.rank)}
+            megackpt.save(mine, tmp_path / "a", strategy, process_group=group)
+
+    ThreadedGroup.run(2, run)
 
 
 @pytest.mark.parametrize(
