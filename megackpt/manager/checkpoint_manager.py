@@ -157,7 +157,8 @@ class CheckpointManager(SaveDecisions):
 
         ``save(step, model=model, optimizer=optimizer, extra={"epoch": 3})`` saves objects, by
         names of your choice, in place of a declared state or beside it: modules (plain, DDP,
-        FSDP2), their optimizers, all that has ``state_dict`` and ``load_state_dict``, and dicts.
+        FSDP2), their optimizers, all that has ``state_dict`` and ``load_state_dict``, and dicts,
+        whose names must not look like misspelled options (TypeError).
 
         An asynchronous save returns as soon as the tensors may be changed; ``poll`` commits it.
         If an asynchronous save of this step is running, it is finalized first and then replaced.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import torch.distributed as dist
@@ -30,6 +31,14 @@ _MANAGER_OPTIONS = {
     "timeout",
 }
 """Options of ``megackpt.save`` and ``load`` that are the same for all steps of a manager."""
+_DICT_OPTIONS = {
+    "content_metadata": "save",
+    "key_map": "restore",
+    "sharded_state_dict": "save and restore",
+}
+"""Options whose value may be a dict, as an object may be; and whose options they are."""
+_CLOSE = 0.85
+"""How alike two names are where one is taken for the other, misspelled (of 1)."""
 # The load itself has checked the keys. A module may have none, such as a loss.
 _NOT_STRICT = StateDictOptions(strict=False)
 
@@ -71,6 +80,12 @@ class StatefulObjects:
                 raise TypeError(
                     f"{name}={value!r} is neither an option nor an object with state_dict() and "
                     "load_state_dict(), nor a dict; extra={...} takes other values"
+                )
+            close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE)
+            if isinstance(value, dict) and close:
+                raise TypeError(
+                    f"{name}={{...}} would be an object with this name, and {close[0]} is an option "
+                    f"of {_DICT_OPTIONS[close[0]]}: correct it, or choose a name less like it"
                 )
         self._objects = dict(objects)
         self._among = None

@@ -106,6 +106,17 @@ def test_what_is_refused(tmp_path: Path) -> None:
     run, manager = Training(), CheckpointManager(tmp_path)
     with pytest.raises(TypeError, match="overwite=False is neither an option nor"):
         manager.save(1, model=run.model, overwite=False)
+    for name, option in (
+        ("content_metdata", "content_metadata is an option of save:"),
+        ("keymap", "key_map is an option of restore:"),
+        ("shared_state_dict", "sharded_state_dict is an option of save and restore:"),
+        ("key_map", "key_map is an option of restore:"),
+    ):
+        values: dict[str, Any] = {name: {"a": 1}}
+        with pytest.raises(TypeError, match=option):
+            manager.save(1, model=run.model, **values)
+    with pytest.raises(TypeError, match="content_metadata is an option of save:"):
+        manager.restore(model=run.model, content_metadata={})
     with pytest.raises(ValueError, match="timeout cannot be given for one step"):
         manager.save(1, model=run.model, timeout=3)
     with pytest.raises(ValueError, match="nothing to save"):
@@ -118,6 +129,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     manager.save(1, model=run.model)
     with pytest.raises(MismatchError, match=r"holds no state of 'scheduler'.* 'model'"):
         manager.restore(model=run.model, scheduler=run.scheduler)
+
+
+def test_names_of_dicts_that_are_like_no_option(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    names = "metadata", "metrics", "steps", "content", "maps"
+    given = {name: {"a": 1} for name in names}
+    manager.save(1, **given)
+    found = manager.restore(**{name: {} for name in given})
+    assert found is not None
+    assert found.state == given
 
 
 def test_what_fails_leaves_no_invented_state(
