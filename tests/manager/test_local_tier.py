@@ -16,6 +16,7 @@ import torch
 from megackpt import (
     CheckpointManager,
     LocalTier,
+    MismatchError,
     ShardedObject,
     ShardedTensor,
     StorageError,
@@ -138,7 +139,8 @@ def test_a_lost_host_gets_its_shards_from_the_copies(
     job.lose(1)
     with caplog.at_level(logging.INFO, "megackpt"):
         assert job.restore() == (11, "local")
-    assert "rank 2 gets them from 'host0', rank 3 gets them from 'host0'" in caplog.text
+    moved = "those of rank 2 from 'host0' to 'host1', those of rank 3 from 'host0' to 'host1'"
+    assert moved in caplog.text
     assert job.pieces(1) == ["11:2", "11:3"]
 
 
@@ -209,46 +211,72 @@ def test_both_hosts_lost(job: Job) -> None:
     assert job.restore() == (10, "storage")
 
 
-def test_at_another_number_of_ranks_the_storage_is_used(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
-    job.train(10, 11)
-    job.ranks = 2
+def restore_over(job: Job, ranks: int, place: Any) -> tuple[int, str]:
+    """Restore "w" in other shards, and check it. ``place``: rank -> which shard."""
+    job.ranks = ranks
 
     def rank(group: ThreadedGroup) -> tuple[int, str]:
+        number = place(group.rank)
+        shard = torch.zeros(64 * RANKS // ranks)
         with job.manager(group) as manager:
             asked = state(group, -1)
-            asked["w"] = ShardedTensor.from_rank_offsets(
-                "w", torch.zeros(128), (0, group.rank, group.size)
-            )
+            where = (0, number, ranks)
+            asked["w"] = ShardedTensor.from_rank_offsets("w", shard, where)
             del asked["rng"]
             found = manager.restore(asked)
         assert found is not None
+        whole = torch.cat(
+            [torch.arange(64.0) + 1000 * r + found.step for r in range(RANKS)]
+        )
+        assert torch.equal(shard, whole.chunk(ranks)[number])
+        assert torch.equal(found.state["b"], torch.full((5,), float(found.step)))
+        assert found.state["iteration"] == found.step
         return found.step, found.source
 
-    assert ThreadedGroup.run(2, rank) == [(10, "storage")] * 2
-    assert "it is of 4 ranks, and these are 2" in caplog.text
+    (outcome,) = {*ThreadedGroup.run(ranks, rank)}
+    return outcome
 
 
-def test_another_layout_of_as_many_ranks(
-    job: Job, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_another_number_of_ranks(job: Job, ranks: int) -> None:
+    job.train(10, 11)
+    job.per_host = max(1, ranks // 2)
+    assert restore_over(job, ranks, lambda rank: rank) == (11, "local")
+    assert not list((job.folder / "hosts").glob("*/*/step_*/megackpt.index"))
+
+
+def test_fewer_hosts(job: Job) -> None:
+    """One host is lost, and the other goes on alone."""
+    job.train(10, 11)
+    job.lose(0)
+    (job.folder / "hosts" / "host1").rename(job.folder / "hosts" / "host0")
+    assert restore_over(job, 2, lambda rank: rank) == (11, "local")
+    job.train(12, 13)
+    assert job.restore() == (13, "local")
+
+
+def test_another_layout_of_as_many_ranks(job: Job) -> None:
     """Each rank asks for other shards than those that its host has."""
+    job.options["copies"] = 0
+    job.train(10, 11)
+    assert restore_over(job, RANKS, lambda rank: RANKS - 1 - rank) == (11, "local")
+    assert len(job.pieces(0)) == RANKS
+
+
+def test_a_state_that_does_not_fit(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     job.train(10, 11)
 
-    def rank(group: ThreadedGroup) -> tuple[int, str]:
+    def rank(group: ThreadedGroup) -> None:
         with job.manager(group) as manager:
             asked = state(group, -1)
-            place = (0, group.size - 1 - group.rank, group.size)
-            asked["w"] = ShardedTensor.from_rank_offsets("w", torch.zeros(64), place)
-            found = manager.restore(asked)
-        assert found is not None
-        right = torch.arange(64.0) + 1000 * (3 - group.rank) + found.step
-        assert torch.equal(found.state["w"], right)
-        return found.step, found.source
+            asked["more"] = ShardedTensor.from_rank_offsets(
+                "more", torch.zeros(2), replica_id=group.rank
+            )
+            manager.restore(asked)
 
-    assert ThreadedGroup.run(RANKS, rank) == [(10, "storage")] * RANKS
-    assert "it cannot be loaded" in caplog.text
+    with pytest.raises(MismatchError, match="more"):
+        ThreadedGroup.run(RANKS, rank)
+    assert "local step 11 is skipped: it cannot be loaded" in caplog.text
 
 
 def test_a_given_step(job: Job) -> None:

@@ -42,9 +42,14 @@ class Piece(NamedTuple):
     rank: int
 
     @property
+    def folder(self) -> str:
+        """Relative to that of the save."""
+        return f"rank_{self.rank}_of_{self.save.size}"
+
+    @property
     def name(self) -> str:
         """Relative to the directory of the host."""
-        return f"{self.save.folder}/rank_{self.rank}_of_{self.save.size}"
+        return f"{self.save.folder}/{self.folder}"
 
 
 class PieceFiles(NamedTuple):

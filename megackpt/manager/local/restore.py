@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 from megackpt.distributed import (
+    Attempt,
     Group,
     GroupLike,
     SingleGroup,
@@ -23,6 +24,12 @@ from megackpt.errors import (
     name_ranks,
 )
 from megackpt.loader import load
+from megackpt.manager.local.merged import (
+    MergedSave,
+    PieceTable,
+    read_table,
+    transfers,
+)
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, PieceFiles
 from megackpt.manager.local.saves import as_one_rank
 from megackpt.state import ShardedStateDict
@@ -58,6 +65,10 @@ class Holdings:
         """The hosts that have a piece."""
         return [host for host, pieces in self._pieces.items() if piece in pieces]
 
+    def add(self, piece: Piece, host: str) -> None:
+        """A host has got a piece."""
+        self._pieces[host].add(piece)
+
     def drop(self, piece: Piece, host: str) -> None:
         """A piece is damaged there."""
         self._pieces[host].discard(piece)
@@ -68,18 +79,6 @@ class Holdings:
         there = sorted(piece for piece in self._pieces[host] if piece.save == save)
         members = [r for r, other in enumerate(self.hosts) if other == host]
         return there[members.index(rank) :: len(members)]
-
-    def sources(self, save: LocalSave) -> dict[int, int]:
-        """For each rank whose host lacks its piece, the rank that sends it."""
-        sent = Counter[int]()
-        found = {}
-        for rank, host in enumerate(self.hosts):
-            holders = self.holders(Piece(save, rank))
-            if host not in holders:
-                able = [r for r, other in enumerate(self.hosts) if other in holders]
-                found[rank] = min(able, key=lambda r: sent[r])
-                sent[found[rank]] += 1
-        return found
 
 
 class LocalRestore:
@@ -125,9 +124,9 @@ class LocalRestore:
             for save in held.saves():
                 if save.step < lowest or (highest is not None and save.step > highest):
                     continue
-                problem = self._fetch(group, save, held, finite)
+                problem = self._check(group, save, held, finite)
                 if not problem:
-                    loaded, problem = self._load(group, save, state, options)
+                    loaded, problem = self._take(group, save, held, state, options)
                     if not problem:
                         return Loaded(save, loaded)
                     changed = True
@@ -146,15 +145,10 @@ class LocalRestore:
 
             group.reduce_broadcast("clear", work, len)
 
-    def _fetch(
+    def _check(
         self, group: Group, save: LocalSave, held: Holdings, finite: bool
     ) -> str:
-        """Check the pieces of a save, and fetch those that their ranks' hosts lack.
-
-        Returns why that is impossible, or "".
-        """
-        if save.size != group.size:
-            return f"it is of {save.size} ranks, and these are {group.size}"
+        """Read all pieces of a save. Returns why it cannot be loaded, or ""."""
 
         def check() -> dict[Piece, str]:
             mine = held.to_check(group.rank, save)
@@ -173,26 +167,121 @@ class LocalRestore:
         ]
         if lost:
             return f"no host has the shards of {name_ranks(lost)} undamaged"
-        sources = held.sources(save)
+        return ""
+
+    def _take(
+        self,
+        group: Group,
+        save: LocalSave,
+        held: Holdings,
+        state: ShardedStateDict,
+        options: Mapping[str, Any],
+    ) -> tuple[Any, str]:
+        """The loaded state of this rank, and why the load has failed on any rank, or ""."""
         try:
-            self._exchange(group, save, sources)
+            if save.size == group.size:
+                self._fetch(group, save, held, [{rank} for rank in range(save.size)])
+                path = self._pieces.path(Piece(save, group.rank))
+                loaded = attempt(partial(self._read, path, state, options))
+                problem = group.reduce_broadcast(
+                    "load", partial(_error, loaded), _first
+                )
+                if not problem:
+                    return loaded.value, ""
+                if group.is_coordinator:
+                    logger.info(
+                        "local step %d is of another layout: %s", save.step, problem
+                    )
+            return self._reshard(group, save, held, state, options), ""
         except RankLost:
             raise
         except CheckpointingException as error:
-            return str(error)
-        if group.is_coordinator:
-            logger.info("%s", _story(save, sources, held.hosts))
-        return ""
+            return None, f"it cannot be loaded: {error}"
 
-    def _exchange(
-        self, group: Group, save: LocalSave, sources: Mapping[int, int]
+    def _reshard(
+        self,
+        group: Group,
+        save: LocalSave,
+        held: Holdings,
+        state: ShardedStateDict,
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Load a state of another layout from all pieces."""
+
+        def tables() -> list[PieceTable]:
+            mine = held.to_check(group.rank, save)
+            first = [piece for piece in mine if held.holders(piece)[0] == self._host]
+            return [read_table(self._pieces, piece) for piece in first]
+
+        def merge(parts: Sequence[list[PieceTable]]) -> MergedSave:
+            return MergedSave.of([table for part in parts for table in part])
+
+        merged = group.reduce_broadcast("local tables", tables, merge)
+
+        def needed() -> set[int]:
+            strict, key_map = options["strict"], options["key_map"]
+            return merged.needed(state, group.rank, strict, key_map)
+
+        self._fetch(
+            group, save, held, group.reduce_broadcast("local plan", needed, list)
+        )
+        is_first = held.hosts.index(self._host) == group.rank
+
+        def write() -> None:
+            if is_first:
+                merged.write(self._pieces)
+
+        group.reduce_broadcast("local index", write, len)
+        path = f"{self._pieces.location}/{save.folder}"
+        loaded = attempt(partial(self._read, path, state, options))
+
+        def outcome() -> None:
+            if loaded.error is not None:
+                raise loaded.error
+
+        try:
+            group.reduce_broadcast("load", outcome, len)
+        finally:
+            if is_first:
+                merged.remove(self._pieces)
+        return loaded.value
+
+    def _read(
+        self, path: str, state: ShardedStateDict, options: Mapping[str, Any]
+    ) -> Any:
+        return load(
+            as_one_rank(state),
+            path,
+            process_group=SingleGroup(),
+            timeout=self._timeout,
+            **{**options, "validate_access_integrity": False},
+        )
+
+    def _fetch(
+        self,
+        group: Group,
+        save: LocalSave,
+        held: Holdings,
+        needed: Sequence[Collection[int]],
     ) -> None:
-        """Send pieces from host to host. ``sources``: rank -> the rank that sends its piece."""
-        if not sources:
-            return
-        own = Piece(save, group.rank)
+        """Send each host the pieces that it lacks. ``needed``: the ranks whose pieces each reads."""
+        holders = {rank: held.holders(Piece(save, rank)) for rank in range(save.size)}
+        rounds = transfers(needed, held.hosts, holders)
+        for turn in rounds:
+            self._transfer(group, save, turn)
+            for rank, (_, owner) in turn.items():
+                held.add(Piece(save, owner), held.hosts[rank])
+        if group.is_coordinator:
+            logger.info("%s", _story(save, rounds, held.hosts))
+
+    def _transfer(
+        self, group: Group, save: LocalSave, turn: Mapping[int, tuple[int, int]]
+    ) -> None:
+        """``turn``: receiving rank -> (sending rank, the rank whose piece it is)."""
         sent = {
-            to: Piece(save, to) for to, rank in sources.items() if rank == group.rank
+            to: Piece(save, owner)
+            for to, (sender, owner) in turn.items()
+            if sender == group.rank
         }
 
         def describe() -> dict[int, PieceFiles]:
@@ -200,68 +289,51 @@ class LocalRestore:
 
         described = group.reduce_broadcast("describe local pieces", describe, list)
         files = {to: found for part in described for to, found in part.items()}
+        received = {
+            sender: Piece(save, owner)
+            for to, (sender, owner) in turn.items()
+            if to == group.rank
+        }
 
         def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
             out = {
                 to: self._pieces.outgoing(piece, files[to])
                 for to, piece in sent.items()
             }
-            into = {}
-            if group.rank in sources:
-                into[sources[group.rank]] = self._pieces.incoming(
-                    own, files[group.rank]
-                )
+            into = {
+                sender: self._pieces.incoming(piece, files[group.rank])
+                for sender, piece in received.items()
+            }
             return out, into
 
         def accept() -> None:
-            if group.rank in sources:
-                self._pieces.accept(own, files[group.rank])
+            for piece in received.values():
+                self._pieces.accept(piece, files[group.rank])
 
         group.exchange("local pieces", streams)
         group.reduce_broadcast("check local pieces", accept, len)
 
-    def _load(
-        self,
-        group: Group,
-        save: LocalSave,
-        state: ShardedStateDict,
-        options: Mapping[str, Any],
-    ) -> tuple[Any, str]:
-        """The loaded state of this rank, and why the load has failed on any rank, or ""."""
 
-        def read() -> Any:
-            return load(
-                as_one_rank(state),
-                self._pieces.path(Piece(save, group.rank)),
-                process_group=SingleGroup(),
-                timeout=self._timeout,
-                **{**options, "validate_access_integrity": False},
-            )
-
-        loaded = attempt(read)
-
-        def outcome() -> None:
-            loaded.get()
-
-        try:
-            group.reduce_broadcast("load", outcome, len)
-        except RankLost:
-            raise
-        except CheckpointingException as error:
-            return None, f"it cannot be loaded: {error}"
-        return loaded.value, ""
+def _error(loaded: Attempt[Any]) -> str:
+    """Why a rank could not load; "" if it has."""
+    return "" if loaded.error is None else str(loaded.error) or repr(loaded.error)
 
 
-def _story(save: LocalSave, sources: Mapping[int, int], hosts: Sequence[str]) -> str:
-    """Where the pieces of a save come from."""
-    text = (
-        f"local step {save.step}: {save.size - len(sources)} of {save.size} ranks have "
-    )
-    text += "their shards on their host"
-    if sources:
-        moves = [
-            f"rank {rank} gets them from {hosts[source]!r}"
-            for rank, source in sources.items()
-        ]
-        text += f"; {join_truncated(moves, 8, ', ')}"
-    return text
+def _first(problems: Sequence[str]) -> str:
+    """The first problem of any rank."""
+    return next(filter(None, problems), "")
+
+
+def _story(
+    save: LocalSave,
+    rounds: Sequence[Mapping[int, tuple[int, int]]],
+    hosts: Sequence[str],
+) -> str:
+    """Which pieces have travelled."""
+    moves = [
+        f"those of rank {owner} from {hosts[sender]!r} to {hosts[to]!r}"
+        for turn in rounds
+        for to, (sender, owner) in turn.items()
+    ]
+    moved = join_truncated(moves, 8, ", ") or "none"
+    return f"local step {save.step}: shards that were fetched from other hosts: {moved}"
