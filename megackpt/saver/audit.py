@@ -8,7 +8,7 @@ digests of these blocks, so that the error names block and ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -21,6 +21,7 @@ import torch
 from megackpt.errors import name_ranks
 from megackpt.planning.box import Groups, group
 from megackpt.planning.manifest import (
+    DIGEST_SIZE,
     Declarations,
     Int32,
     Manifest,
@@ -36,6 +37,7 @@ TURNS = 16
 _ALWAYS = 1 << 20
 """The smallest replicas of a rank, together at most so many bytes, are compared in every save."""
 _NAMED = 20  # shards, in a message
+_PARTITIONS = 3  # ways in which ranks differ, for each of these
 _ADVICE = (
     "Ranks hold different values of the same shard: replicas have diverged, data is damaged, or "
     "different tensors have one key. Strategy(audit_exclude=[...]) leaves out keys whose replicas "
@@ -194,7 +196,10 @@ def hash_replicas(
     held: Sequence[Any],
     turn: int,
 ) -> RankDigests:
-    """Hash this rank's replicas. ``turn`` numbers the saves, alike on all ranks."""
+    """Hash this rank's replicas. ``turn`` numbers the saves, alike on all ranks.
+
+    Those that are no longer than a digest are their own digests, so that an error can show them.
+    """
     is_sample = replicas.policy.amount == "sample"
     turn //= replicas.policy.every
     own = declared.take(replicas.rows)
@@ -213,7 +218,10 @@ def hash_replicas(
         digests = []
         for number, block in _blocks(tensor.detach(), first, step):
             numbers.append(number)
-            digests.append(digest(block))
+            if tensor.nbytes <= DIGEST_SIZE:
+                digests.append(bytes(block).ljust(DIGEST_SIZE, b"\0"))
+            else:
+                digests.append(digest(block))
         hashed.append((numbers, digests))
     return RankDigests(own, hashed)
 
@@ -247,35 +255,79 @@ def describe(
         lines.append(_ABOUT_STATISTICS.format(statistics))
     lines.append("The shards:")
     for i, shard in enumerate(shards[:_NAMED]):
-        ranks: dict[tuple[bytes, ...], list[int]] = {}
-        compared: list[int] = []
-        for rank, blocks in enumerate(found):
-            for numbers, digests in blocks.get(i, ()):
-                compared = numbers
-                ranks.setdefault(tuple(digests), []).append(rank)
-        if len(ranks) < 2:
-            lines.append(f"  {shard}")
-            continue
-        (most, largest), *others = sorted(ranks.items(), key=lambda item: -len(item[1]))
-        apart = [
-            number
-            for place, number in enumerate(compared)
-            if any(digests[place] != most[place] for digests, _ in others)
+        replicas = [
+            (rank, hashed)
+            for rank, blocks in enumerate(found)
+            for hashed in blocks.get(i, ())
         ]
-        groups = [name_ranks(largest), *(name_ranks(those) for _, those in others)]
-        text = " against ".join(groups)
-        if len(others[0][1]) == len(largest):
-            text += ", no majority"
-        text += f", block {apart[0]} (from byte {apart[0] * BLOCK:,} of the shard on)"
-        if len(apart) > 1:
-            text += f" and {len(apart) - 1} more"
-        lines.append(f"  {shard}: {text}; stored is that of {_stored(shard, manifest)}")
+        lines.append(f"  {shard}: {_difference(shard, replicas, manifest)}")
     if len(shards) > _NAMED:
         lines.append(f"  and {len(shards) - _NAMED} more shards")
     return "\n".join(lines)
 
 
-def _stored(shard: ShardId, manifest: Manifest) -> str:
+def _difference(
+    shard: ShardId, replicas: Sequence[tuple[int, Hashed]], manifest: Manifest
+) -> str:
+    """Which ranks differ in which blocks of a shard, and which of them have written it."""
+    of_block: dict[int, dict[bytes, list[int]]] = {}  # block -> digest -> ranks
+    for rank, hashed in replicas:
+        for block, value in zip(*hashed, strict=True):
+            of_block.setdefault(block, {}).setdefault(value, []).append(rank)
+    meta = manifest.tensors[manifest.numbers()[shard.key]].meta
+    nbytes = shard.box.volume * meta.itemsize
+    writers = _writers(shard, manifest)
+    # In some blocks other ranks may differ than in others.
+    blocks_of: dict[tuple[str, str], list[int]] = {}
+    for block, ranks in of_block.items():
+        if len(ranks) > 1:
+            sides = _sides(ranks, writers, nbytes, meta.dtype)
+            blocks_of.setdefault(sides, []).append(block)
+    texts = []
+    for (between, stored), blocks in list(blocks_of.items())[:_PARTITIONS]:
+        text = between
+        if nbytes > DIGEST_SIZE:
+            text += f", block {blocks[0]}"
+            text += f" (from byte {blocks[0] * BLOCK:,} of the shard on)"
+        if len(blocks) > 1:
+            text += f" and {len(blocks) - 1} more"
+        texts.append(f"{text}; {stored}")
+    if len(blocks_of) > _PARTITIONS:
+        texts.append("and other blocks, in which other ranks differ")
+    return "\n    ".join(texts)
+
+
+def _sides(
+    ranks: Mapping[bytes, list[int]], writers: list[int], nbytes: int, dtype: str
+) -> tuple[str, str]:
+    """The ranks of each digest, with the value if it is a short one; and what is stored."""
+    groups = sorted(ranks.items(), key=lambda group: (-len(group[1]), group[1]))
+    sides = []
+    for value, those in groups:
+        side = name_ranks(those)
+        if nbytes <= DIGEST_SIZE:
+            side += _shown(value[:nbytes], dtype)
+        sides.append(side)
+    stored = f"stored is that of {name_ranks(writers)}"
+    _, largest = groups[0]
+    if 2 * len(largest) <= sum(map(len, ranks.values())):
+        return " against ".join(sides) + ", no majority", stored
+    sides[0] += " (majority)"
+    if {*writers} <= {*largest}:
+        return " against ".join(sides), f"{stored} (majority)"
+    return " against ".join(sides), f"{stored} (not the majority's)"
+
+
+def _shown(value: bytes, dtype: str) -> str:
+    """The elements of a replica, in brackets; nothing for float8, float4 and complex numbers."""
+    kind = getattr(torch, dtype)
+    if kind.is_complex or (kind.is_floating_point and kind.itemsize == 1):
+        return ""
+    elements = torch.frombuffer(bytearray(value), dtype=kind).tolist()
+    return f" [{', '.join(map(str, elements))}]"
+
+
+def _writers(shard: ShardId, manifest: Manifest) -> list[int]:
     """The ranks that write a shard."""
     chunks = manifest.chunks
     rows = np.flatnonzero(chunks.tensor == manifest.numbers()[shard.key])
@@ -283,4 +335,4 @@ def _stored(shard: ShardId, manifest: Manifest) -> str:
     offset = chunks.boxes.offset[rows, :ndim]
     begin = np.array(shard.box.offset)
     inside = (offset >= begin) & (offset < begin + np.array(shard.box.shape))
-    return name_ranks(chunks.writer[rows[inside.all(axis=1)]].tolist())
+    return sorted({*chunks.writer[rows[inside.all(axis=1)]].tolist()})

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor, Strategy, events
+from megackpt import ShardedObject, ShardedTensor, Strategy, events
 from megackpt.errors import CheckpointingException, NotACheckpoint, ReplicaMismatch
 from megackpt.saver import audit
 from megackpt.testing import ThreadedGroup
@@ -89,7 +89,10 @@ def test_a_flipped_bit_is_located(tmp_path: Path) -> None:
     text = str(errors[0])
     assert all(str(error) == text for error in errors)
     assert "large" in text
-    assert "ranks 0, 1, 3 against rank 2, block 2 (from byte 2,097,152 of" in text
+    assert (
+        "ranks 0, 1, 3 (majority) against rank 2, block 2 (from byte 2,097,152 of"
+        in text
+    )
     with pytest.raises(NotACheckpoint):
         megackpt.verify(tmp_path / "a")
 
@@ -154,8 +157,8 @@ def test_warn_saves_all_the_same(
     seen: list[events.Event] = []
     with caplog.at_level(logging.WARNING, "megackpt"), events.watching(seen.append):
         loaded = ThreadedGroup.run(3, run)
-    assert "ranks 1, 2 against rank 0, block 0" in caplog.text
-    assert "stored is that of rank 0" in caplog.text
+    assert "ranks 1, 2 (majority) against rank 0, block 0" in caplog.text
+    assert "stored is that of rank 0 (not the majority's)" in caplog.text
     assert loaded[2]["small"][3] == 5.0
     assert {event.error for event in seen} == {None}
 
@@ -174,6 +177,72 @@ def test_no_majority(tmp_path: Path) -> None:
 
     errors = saves(tmp_path / "a", change, audit="full")
     assert "ranks 0, 1 against ranks 2, 3, no majority" in str(errors[3])
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([1, 2], "rank 0 [1.0] against rank 1 [2.0], no majority"),
+        ([1, 2, 1], "ranks 0, 2 [1.0] (majority) against rank 1 [2.0]"),
+        ([1, 2, 3], "rank 0 [1.0] against rank 1 [2.0] against rank 2 [3.0], no maj"),
+        ([1, 2, 2, 2], "ranks 1-3 [2.0] (majority) against rank 0 [1.0]; stored"),
+        ([1, 2, 1, 2], "ranks 0, 2 [1.0] against ranks 1, 3 [2.0], no majority; stor"),
+        (
+            [1, 2, 3, 2],
+            "ranks 1, 3 [2.0] against rank 0 [1.0] against rank 2 [3.0], no majority",
+        ),
+    ],
+)
+def test_the_sides_and_the_majority(
+    tmp_path: Path, values: list[float], text: str
+) -> None:
+    """Replicas of a few bytes are shown, as are those of bfloat16."""
+
+    def change(mine: dict[str, Any], rank: int) -> None:
+        mine["step"].data.fill_(values[rank])
+        half = torch.tensor([0.0, values[rank] / 8], dtype=torch.bfloat16)
+        mine["half"] = replicated("half", half, rank)
+
+    errors = saves(tmp_path / "a", change, len(values), audit="full")
+    lines = str(errors[0]).splitlines()
+    (step,) = [line for line in lines if line.startswith("  'step' []: ")]
+    assert text in step
+    (half,) = [line for line in lines if line.startswith("  'half' [0:2]: ")]
+    eighths = re.sub(r"\[(\d)\.0\]", lambda found: f"[0.0, {int(found[1]) / 8}]", text)
+    assert eighths in half
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8])
+def test_small_values_of_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    def change(mine: dict[str, Any], rank: int) -> None:
+        value = torch.full((2,), rank + 1.0).to(dtype)
+        mine["value"] = replicated("value", value, rank)
+
+    errors = saves(tmp_path / "a", change, 2, audit="full")
+    text = "'value' [0:2]: rank 0 against rank 1, no majority"
+    if dtype == torch.int8:
+        text = "'value' [0:2]: rank 0 [1, 1] against rank 1 [2, 2], no majority"
+    assert text in str(errors[0])
+
+
+def test_ranks_that_differ_in_different_blocks(tmp_path: Path) -> None:
+    def change(mine: dict[str, Any], rank: int) -> None:
+        if rank > 1:
+            flip(mine["large"].data, (rank - 2) * 2 * MIB)
+
+    errors = saves(tmp_path / "a", change, audit="full")
+    assert "ranks 0, 1, 3 (majority) against rank 2, block 0 (from" in str(errors[0])
+    assert "ranks 0-2 (majority) against rank 3, block 2 (from" in str(errors[0])
+
+
+def test_objects_are_not_compared(tmp_path: Path) -> None:
+    """States of random number generators differ, and pickles of equal objects may."""
+
+    def change(mine: dict[str, Any], rank: int) -> None:
+        mine["rng"] = ShardedObject("rng", {"seed": rank}, (1,), (0,), rank)
+
+    assert saves(tmp_path / "a", change, audit="full") == [None] * 4
+    assert megackpt.verify(tmp_path / "a").ok
 
 
 def test_experts_under_one_name(tmp_path: Path) -> None:
@@ -314,10 +383,13 @@ def found_of(tmp_path: Path, count: int) -> int:
             block = 0
         errors = saves(tmp_path / str(number), change, audit="full")
         text = str(errors[0])
+        place_in_text = rf" against rank {wrong}, block {block} "
+        if key == "step":
+            place_in_text = rf"\[7\.0\] \(majority\) against rank {wrong} \["
         located += (
             all(type(error) is ReplicaMismatch for error in errors)
             and f"'{key}'" in text
-            and f" against rank {wrong}, block {block} " in text
+            and re.search(place_in_text, text) is not None
         )
     return located
 
