@@ -52,7 +52,9 @@ class CheckpointManager(SaveDecisions):
 
     Args:
         root: the directory of the run; each step is a directory in it.
-        strategy: the format of the saves, as ``sharded_strategy`` of ``megackpt.save``.
+        strategy: the format and the policy of the saves, as ``sharded_strategy`` of
+            ``megackpt.save``: ``Strategy(audit="full", audit_every=10)`` compares the replicas of
+            the first save after each start, and of every tenth one after it.
         keep_last: number of the newest steps that stay (None: all). Older ones are removed when
             a newer one is complete.
         keep_every: steps that this number divides stay as well.

@@ -14,7 +14,9 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, Strategy, events
+from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CheckpointingException, NotACheckpoint, ReplicaMismatch
+from megackpt.manager import CheckpointManager
 from megackpt.saver import audit
 from megackpt.testing import ThreadedGroup
 
@@ -304,6 +306,33 @@ def test_every_third_save_is_audited(
         assert found == [every, small, small] * 2 + [every] + (
             [every, small, small] * 2 + [every]
         )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_second_save_of_a_run(tmp_path: Path, asynchronous: bool) -> None:
+    """Of a manager, and from the first one on after a restart."""
+    strategy = Strategy(audit="full", audit_every=2, on_mismatch="warn")
+
+    def run(group: ThreadedGroup, first: int) -> None:
+        with CheckpointManager(
+            tmp_path, strategy, asynchronous=asynchronous, process_group=group
+        ) as manager:
+            mine = state(group)
+            if first > 1:
+                assert manager.restore(mine) is not None
+            if group.rank == 1:
+                mine["large"].data.fill_(10 + first)
+            for step in range(first, first + 4):
+                manager.save(step, mine)
+
+    for first in (1, 5):
+        ThreadedGroup.run(2, lambda group, first=first: run(group, first))
+    found = {}
+    for step in range(1, 9):
+        opened = open_checkpoint(tmp_path / f"iter_{step:07d}")
+        found[step] = opened.manifest.differing
+    assert [step for step, keys in found.items() if keys == ("large",)] == [1, 3, 5, 7]
+    assert not any(found[step] for step in (2, 4, 6, 8))
 
 
 def test_small_shards_are_at_most_a_mebibyte_together(tmp_path: Path) -> None:
