@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import megackpt.megatron
 from megackpt.tree import walk
+from tests.conftest import PEERS
 
 pytestmark = [pytest.mark.megatron, pytest.mark.slow]
 
@@ -36,14 +37,7 @@ def training(folder: str) -> None:
     with megackpt.megatron.install():
         from interop import megatron_models
 
-        import_module("torch._dynamo")
-        assert megatron_models.prepare() is megackpt.megatron
-        for name in ("triton", "triton.language"):  # imported, and not used here
-            sys.modules[name] = MagicMock()
-        torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
-        torch.cuda.set_rng_state = lambda *_: None
-        checkpointing = import_module("megatron.training.checkpointing")
-        assert checkpointing.dist_checkpointing is megackpt.megatron
+        checkpointing = prepared()
         for number, (saved, loaded, later, parallel) in enumerate(STEPS):
             at = f"{folder}/{number}"
             context: dict[str, Any] = {}
@@ -70,7 +64,70 @@ def training(folder: str) -> None:
                 )
 
 
-def start(folder: str, later: bool, parallel: bool) -> None:
+def prepared() -> Any:
+    """Megatron-LM's module, on a CPU."""
+    from interop import megatron_models
+
+    import_module("torch._dynamo")
+    assert megatron_models.prepare() is megackpt.megatron
+    for name in ("triton", "triton.language"):  # imported, and not used here
+        sys.modules[name] = MagicMock()
+    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda *_: None
+    checkpointing = import_module("megatron.training.checkpointing")
+    assert checkpointing.dist_checkpointing is megackpt.megatron
+    return checkpointing
+
+
+def training_locally(folder: str) -> None:
+    """Local checkpoints at TP 2, and at DP 2, where the ranks divide the parameters."""
+    managers = import_module(
+        "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager"
+    )
+    with megackpt.megatron.install():
+        from interop import megatron_models
+
+        checkpointing = prepared()
+        for number, (tp, algo, later) in enumerate(
+            ((2, "atomic", False), (1, "fully_parallel", True), (1, "atomic", True))
+        ):
+            at = f"{folder}/{number}"
+            options = ("--non-persistent-ckpt-type", "local")
+            options += ("--non-persistent-local-ckpt-algo", algo)
+            options += ("--ckpt-assume-constant-structure",)
+            manager = managers.LocalCheckpointManager(at)
+            context: dict[str, Any] = {"local_checkpoint_manager": manager}
+            with megatron_models.parallel(tp, 1):
+                start(at, later, False, *options)
+                for iteration in (100, 200):  # the second one with cached metadata
+                    saved = made(iteration)
+                    saved[2].step(iteration)
+                    call_save(
+                        checkpointing,
+                        iteration,
+                        saved,
+                        2e15,
+                        context,
+                        non_persistent_ckpt=True,
+                    )
+                    finish(later)
+                    assert context["local_checkpoint_cache"] is not None
+                again = managers.LocalCheckpointManager(at)
+                context = {"local_checkpoint_manager": again}
+                model, optimizer, scheduler = made(3)
+                result = checkpointing.load_checkpoint(
+                    [model], optimizer, scheduler, checkpointing_context=context
+                )
+                assert result == (200, 2e15)
+                assert scheduler.num_steps == 200
+                for mine, theirs in ((model, saved[0]), (optimizer, saved[1])):
+                    found = dict(walk(mine.state_dict()))
+                    for name, value in walk(theirs.state_dict()):
+                        if isinstance(value, torch.Tensor):
+                            assert torch.equal(found[name], value), name
+
+
+def start(folder: str, later: bool, parallel: bool, *options: str) -> None:
     """The arguments of a run: those of Megatron's parser, and what its checks would add."""
     from megatron.core import (
         num_microbatches_calculator,
@@ -84,11 +141,8 @@ def start(folder: str, later: bool, parallel: bool) -> None:
         "pretrain_gpt.py",
         *("--save", folder, "--load", folder, "--ckpt-format", "torch_dist"),
         *("--num-layers", "4", "--hidden-size", "16", "--num-attention-heads", "4"),
-        *(
-            "--use-distributed-optimizer",
-            "--bf16",
-            "--dist-ckpt-optim-fully-reshardable",
-        ),
+        *("--use-distributed-optimizer", "--bf16"),
+        *([] if options else ["--dist-ckpt-optim-fully-reshardable"]),
         *(
             "--micro-batch-size",
             "1",
@@ -99,6 +153,7 @@ def start(folder: str, later: bool, parallel: bool) -> None:
         *(["--async-save"] if later else []),
         *([] if parallel else ["--no-ckpt-fully-parallel-save"]),
         *(["--ckpt-fully-parallel-load"] if parallel else []),
+        *options,
     ]
     args = arguments.parse_args()
     args.use_dist_ckpt = True
@@ -161,11 +216,22 @@ def save(
 
 
 def call_save(
-    checkpointing: Any, iteration: int, parts: Any, count: float, context: Any
+    checkpointing: Any,
+    iteration: int,
+    parts: Any,
+    count: float,
+    context: Any,
+    **options: Any,
 ) -> None:
     model, optimizer, scheduler = parts
     checkpointing.save_checkpoint(
-        iteration, [model], optimizer, scheduler, count, checkpointing_context=context
+        iteration,
+        [model],
+        optimizer,
+        scheduler,
+        count,
+        checkpointing_context=context,
+        **options,
     )
 
 
@@ -177,9 +243,21 @@ def finish(later: bool) -> None:
     dist.barrier()
 
 
-@pytest.mark.skipif(
+needs_megatron_lm = pytest.mark.skipif(
     not MEGATRON_LM, reason="MEGATRON_LM names no checkout of Megatron-LM (v0.16.1)"
 )
+
+
+@needs_megatron_lm
+@pytest.mark.nvrx
+def test_megatron_lm_resumes_from_local_checkpoints(
+    tmp_path: Path, ranks: Any, peers: dict[str, str]
+) -> None:
+    path = os.pathsep.join([peers["PYTHONPATH"], MEGATRON_LM, str(PEERS / "nvrx")])
+    ranks(training_locally, 2, tmp_path, env={**peers, "PYTHONPATH": path}, timeout=400)
+
+
+@needs_megatron_lm
 def test_megatron_lm_saves_and_resumes(
     tmp_path: Path, ranks: Any, peers: dict[str, str]
 ) -> None:
