@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megackpt.errors import ShardingError
+from megackpt.errors import ShardingError, name_ranks
 from megackpt.planning.manifest import Manifest, TensorValues
 from megackpt.staging.source import TensorSource
 
@@ -39,9 +39,10 @@ def _is_examined(dtype: torch.dtype) -> bool:
 
 
 def _examine(tensor: torch.Tensor) -> tuple[int, float]:
-    """How many elements are NaN or infinite, and the largest magnitude of the others."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    """How many elements are NaN or infinite, and the largest magnitude of the others.
+
+    That of a complex number is the larger one of its parts.
+    """
     nonfinite = 0
     largest = 0.0
     for block in _blocks(tensor):
@@ -55,12 +56,17 @@ def _examine(tensor: torch.Tensor) -> tuple[int, float]:
 
 
 def _examine_block(block: torch.Tensor) -> tuple[int, float]:
-    low, high = torch.aminmax(block)
+    # An axis of the parts of a number.
+    if block.is_complex():
+        parts = torch.view_as_real(block.resolve_conj())
+    else:
+        parts = block.unsqueeze(-1)
+    low, high = torch.aminmax(parts)
     magnitude = max(-float(low), float(high))  # NaN if any element is
     if math.isfinite(magnitude):
         return 0, magnitude
-    finite = block.isfinite()
-    low, high = torch.aminmax(block.where(finite, 0))
+    finite = parts.isfinite().all(-1, keepdim=True)
+    low, high = torch.aminmax(parts.where(finite, 0))
     return block.numel() - int(finite.count_nonzero()), max(-float(low), float(high))
 
 
@@ -77,13 +83,17 @@ def _examine_float8(block: torch.Tensor) -> tuple[int, float]:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Parts of a tensor along its first axis, of about ``_BLOCK`` elements."""
-    if tensor.numel() <= _BLOCK or not tensor.dim():
+    """The tensor in parts of at most ``_BLOCK`` elements; nothing if it is empty."""
+    if tensor.numel() <= _BLOCK:
         if tensor.numel():
             yield tensor
         return
-    elements = tensor.numel() // len(tensor)
-    step = max(1, _BLOCK // elements)
+    row = tensor.numel() // len(tensor)
+    if row > _BLOCK:
+        for part in tensor:
+            yield from _blocks(part)
+        return
+    step = _BLOCK // row
     for start in range(0, len(tensor), step):
         yield tensor[start : start + step]
 
@@ -94,14 +104,15 @@ def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues | None:
     Raises ShardingError if only some of the ranks have examined theirs.
     """
     rows = np.frombuffer(b"".join(parts), _ROW)
-    tensor = (
-        planned.chunks.tensor
-    )  # by rank, and within a rank in the order of its plan
+    # By rank, and within a rank in the order of its plan.
+    tensor = planned.chunks.tensor
     if len(rows) != len(tensor):
-        if not len(rows):
+        examining = [rank for rank, part in enumerate(parts) if part]
+        if not examining:
             return None
         raise ShardingError(
-            "the ranks of one save have strategies with different check_values (all must agree)"
+            "the ranks of one save have strategies with different check_values (all must agree): "
+            f"only {name_ranks(examining)} examined the values"
         )
     examined = rows["nonfinite"] >= 0
     nonfinite = np.full(len(planned.tensors), -1, np.int64)

@@ -52,7 +52,9 @@ def test_all_dtypes(
         "half": torch.tensor([-3.0, 2.0]).half(),
         "bfloat16": torch.tensor([math.nan, 1.0]).bfloat16(),
         "float8": torch.tensor([-448.0, math.nan]).to(torch.float8_e4m3fn),
-        "complex": torch.tensor([complex(1, math.inf), complex(-7, 0)]),
+        "complex": torch.tensor(
+            [complex(9, math.inf), -7, complex(math.nan, math.nan)]
+        ),
         "large": torch.tensor([1e300], dtype=torch.float64),
         "integers": torch.arange(3),
         "empty": torch.zeros(0, 4),
@@ -79,7 +81,7 @@ def test_all_dtypes(
         "half": (0, 3.0),
         "bfloat16": (1, 1.0),
         "float8": (1, 448.0),
-        "complex": (1, 7.0),
+        "complex": (2, 7.0),
         "large": (0, math.inf),
         "integers": (-1, -1.0),
         "empty": (0, 0.0),
@@ -104,6 +106,11 @@ def test_blocks_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values._examine(tensor) == (2, 68.0)
     assert values._examine(tensor.T) == (2, 68.0)
     assert values._examine(tensor.view(-1)) == (2, 68.0)
+    for shape in ((1, 70), (2, 1, 35), (70,), (1, 1, 7, 10)):
+        blocks = list(values._blocks(tensor.view(shape)))
+        assert max(block.numel() for block in blocks) <= 10
+        assert sum(block.numel() for block in blocks) == 70
+        assert values._examine(tensor.view(shape)) == (2, 68.0)
 
 
 def run(path: Path, strategies: list[Strategy]) -> list[BaseException | None]:
@@ -148,6 +155,7 @@ def test_nothing_is_committed_where_it_is_refused(tmp_path: Path) -> None:
 def test_ranks_must_agree(tmp_path: Path) -> None:
     errors = run(tmp_path / "a", [NOTE, NOTE, Strategy(), NOTE])
     assert all("different check_values" in str(error) for error in errors)
+    assert "only ranks 0, 1, 3 examined the values" in str(errors[0])
 
 
 def test_without_it_nothing_is_noted(tmp_path: Path) -> None:
