@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +71,7 @@ class Head:
     backend: tuple[str, int]
     encoding: str
     small: dict[str, tuple[int, bytes]]
-    dtypes: list[str]
+    dtypes: tuple[str, ...]
     axes: int
     derived: bool
     """Boxes determine the lengths of tensor chunks. The column has only those of objects."""
@@ -111,12 +112,12 @@ def parse_head(text: bytes) -> Head:
             (_string(name), _natural(version)),
             _string(head["encoding"]),
             small,
-            list(map(_string, head["dtypes"])),
+            _strings(head["dtypes"]),
             axes,
             head["derived"] is True,
             (_natural(keys), _natural(files)),
             layouts,
-            tuple(map(_string, head.get("differing", []))),
+            _strings(head.get("differing", [])),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
@@ -134,6 +135,12 @@ def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r} is not a string")
     return value
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is not a list")
+    return tuple(map(_string, value))
 
 
 def _natural(value: Any, end: int = LARGEST) -> int:
@@ -175,6 +182,8 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
     _check_names(files)
     if len(set(keys)) != len(keys):
         damaged("a key occurs twice")
+    if not set(head.differing) <= set(keys):
+        damaged("replicas of a tensor that it does not have differed")
     _check_below(columns["meta"], len(metas))
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
     entries = zip(keys, map(metas.__getitem__, columns["meta"].tolist()), strict=True)
@@ -187,15 +196,18 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         head.encoding,
         head.backend,
         head.save_id,
-        values=_values(columns),
+        values=_values(columns, metas),
         differing=head.differing,
     )
 
 
-def _values(columns: Columns) -> TensorValues | None:
+def _values(columns: Columns, metas: list[TensorMeta]) -> TensorValues | None:
     if not columns.keys() >= set(OPTIONAL):
         return None
     nonfinite, bits = (columns[name] for name in OPTIONAL)
+    elements = np.array([math.prod(meta.shape) for meta in metas], np.int64)
+    if (nonfinite > elements[columns["meta"]]).any():
+        damaged("a tensor has fewer elements than are noted as NaN or infinite")
     _check_below(bits, _INFINITY + 1)
     largest = np.maximum(bits, 0).astype("<i4").view("<f4")
     return TensorValues(nonfinite, np.where(bits < 0, np.float32(-1), largest))

@@ -185,9 +185,9 @@ def show(options: argparse.Namespace) -> Answer:
         "bytes": int(manifest.chunks.length.sum()),
     }
     if manifest.values is not None:
-        data["nonfinite"] = int(manifest.values.nonfinite.clip(0).sum())
+        data["nonfinite"] = sum(manifest.values.nonfinite.clip(0).tolist())
     if manifest.differing:
-        data["replicas differed"] = list(manifest.differing)
+        data["differing"] = list(manifest.differing)
     text = data
     has_report = options.common or options.html or options.svg
     if options.key is not None or not has_report:

@@ -25,6 +25,7 @@ from megackpt.planning.manifest import (
     Manifest,
     TensorEntry,
     TensorMeta,
+    TensorValues,
 )
 from megackpt.storage import digest
 
@@ -135,9 +136,13 @@ def rows(manifest: Manifest) -> list:
 
 
 def described(manifest: Manifest) -> tuple:
+    values = manifest.values and [
+        column.tolist()
+        for column in (manifest.values.nonfinite, manifest.values.largest)
+    ]
     return (
         manifest.tensors, manifest.grids, manifest.files, manifest.encoding, manifest.backend,
-        manifest.save_id, rows(manifest),
+        manifest.save_id, rows(manifest), values, manifest.differing,
     )  # fmt: skip
 
 
@@ -201,6 +206,14 @@ def example(chunks: int = 6) -> Manifest:
     )
 
 
+def noted() -> Manifest:
+    """The example with notes on its values, and on replicas that differed."""
+    largest = np.array([np.inf, -1, -1, 0], np.float32)
+    values = TensorValues(column([192, -1, -1, 0]), largest)
+    differing = ("empty/\ud800 key", "decoder.weight")
+    return replace(example(), values=values, differing=differing)
+
+
 SMALL = {"metadata.json": (120, bytes(16)), ".metadata": (4000, bytes(range(16)))}
 
 
@@ -217,6 +230,11 @@ def test_fields_of_the_head_that_are_not_known_are_passed_over():
     )
     assert described(again) == described(example())
     assert small == SMALL
+
+
+def test_notes_round_trip():
+    again, _ = decode_index(encode_index(noted(), SMALL))
+    assert described(again) == described(noted())
 
 
 def with_column(name: str, optional: bool) -> bytes:
@@ -247,9 +265,9 @@ def sealed(body: bytes) -> bytes:
     return body + digest(body)
 
 
-def forged(change, padding: bytes = b"") -> bytes:
+def forged(change, padding: bytes = b"", manifest: Manifest | None = None) -> bytes:
     """An index whose head says something else, with a digest that is right."""
-    data = encode_index(example(), SMALL)
+    data = encode_index(manifest or example(), SMALL)
     (length,) = struct.unpack_from("<I", data, 12)
     head = json.loads(data[16 : 16 + length])
     head = change(head) or head
@@ -319,6 +337,34 @@ def test_forged_heads(name):
         CorruptCheckpoint, match=r"megackpt\.index: the index is damaged: "
     ):
         decode_index(forged(FORGERIES[name]))
+
+
+FORGED_NOTES = {
+    "rows": in_column("nonfinite", count=3),
+    "no rows": in_column("largest", count=0, patches=0, width=0),
+    "more than elements": in_column("nonfinite", base=0, step=193),
+    "huge count": in_column("nonfinite", base=1 << 60),
+    "bits of NaN": in_column("largest", base=1),
+    "bits beyond 32": in_column("largest", base=1 << 40),
+    "differing is text": lambda head: head.update(differing="ab"),
+    "differing is a dict": lambda head: head.update(differing={"decoder.weight": 1}),
+    "differing is null": lambda head: head.update(differing=None),
+    "differing has a number": lambda head: head.update(differing=[1]),
+    "differing has no such key": lambda head: head.update(differing=["other"]),
+    "optional is null": lambda head: head.update(optional=None),
+    "optional has lists": lambda head: head.update(optional=[["nonfinite"]]),
+}
+
+
+@pytest.mark.parametrize("name", FORGED_NOTES)
+def test_forged_notes(name):
+    with pytest.raises(CorruptCheckpoint, match=r"the index is damaged: "):
+        decode_index(forged(FORGED_NOTES[name], manifest=noted()))
+
+
+def test_notes_need_not_be_named_as_optional():
+    data = forged(lambda head: head.pop("optional") and None, manifest=noted())
+    assert described(decode_index(data)[0]) == described(noted())
 
 
 def every_column(head):

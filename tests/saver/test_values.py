@@ -218,5 +218,5 @@ def test_replicas_that_differed_are_noted(
         megackpt.load({"b": whole("b", torch.zeros(3))}, tmp_path / "a")
     assert "ranks held different values of 'b'" in caplog.text
     assert main(["show", str(tmp_path / "a")]) == 0
-    assert "replicas differed: b" in capsys.readouterr().out
+    assert "differing: b" in capsys.readouterr().out
     assert issubclass(ReplicaMismatch, CheckpointingException)

@@ -299,6 +299,7 @@ class TensorParts:
             chunks=replace(chunks, tensor=tensor, file=file.astype(np.int32)),
             files=tuple(whole.files[number] for number in used.tolist()),
             values=None,
+            differing=(),
         )
 
 
