@@ -300,7 +300,8 @@ class CheckpointManager(SaveDecisions):
 
         Args:
             step: None for the newest.
-            finite: the newest without noted NaN or infinite values, as for ``latest``.
+            finite: the newest without noted NaN or infinite values, as for ``latest``. It has no
+                effect with ``step``.
             sharded_state_dict, strict and others: as for ``megackpt.load``.
 
         Returns:

@@ -21,7 +21,7 @@ from megackpt.errors import (
     StorageError,
     UntrustedClass,
 )
-from megackpt.manager.retention import Retention, find_damage, find_nonfinite
+from megackpt.manager.retention import Retention, find_problems
 from megackpt.manager.run_directory import Run, RunDirectory, Step, list_run
 from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
 from megackpt.storage import root_at
@@ -113,22 +113,22 @@ def _search(
         if not problem:
             path = retention.path(step.name)
             problem = step.reason
+            nonfinite = ""
             if step.complete is not False:
                 try:
                     # StorageError is raised: going back to an older step would be final.
-                    found = find_damage(path, advance)
+                    found, nonfinite = find_problems(path, advance)
                     problem = found and (step.reason or found)
                 except BackendError:
                     if retention.is_own_name(step.name):
                         raise
-            is_good = not problem
-            if is_good and finite and step.complete:
-                problem = find_nonfinite(path)
+            if problem and step.complete is not False:
+                retention.note_damage(step, problem)
+            if finite:
+                problem = problem or nonfinite
             if not problem:
                 return step, tuple(skipped)
             logger.warning("%s is skipped: %s", path, problem)
-            if step.complete is not False and not is_good:
-                retention.note_damage(step, problem)
         skipped.append(replace(step, reason=problem))
     return None, tuple(skipped)
 

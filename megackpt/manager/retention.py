@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import cache
 from itertools import islice
 
 from megackpt.async_save import Advance, Task
@@ -41,8 +42,9 @@ STALE_AFTER = 300.0
 """Seconds after which a temporary file of a tracker belongs to a process that died."""
 
 
-def find_damage(path: str, advance: Advance | None = None) -> str:
-    """What is wrong with the checkpoint at ``path``; empty if nothing is.
+def find_problems(path: str, advance: Advance | None = None) -> tuple[str, str]:
+    """What is wrong with the checkpoint at ``path``, and which of its tensors hold NaN or infinite
+    values, as its save has noted; both may be empty.
 
     It checks the index, the digests of small files, and the sizes of all others. With ``advance``
     it reads everything, and reports the bytes read. Raises StorageError if something cannot be
@@ -51,22 +53,25 @@ def find_damage(path: str, advance: Advance | None = None) -> str:
     try:
         if advance is not None:
             report = verify(path, advance=advance)
-            if report.unread and not report.problems:
+            if report.problems:
+                return "; ".join(report.problems[:3]), ""
+            if report.unread:
                 raise StorageError("; ".join(report.unread[:3]))
-            return "; ".join(report.problems[:3])
         opened = open_checkpoint(path)
+        nonfinite = opened.manifest.nonfinite()
         if not opened.manifest.save_id and INDEX in opened.storage.list():
-            return f"{INDEX} is not a regular file"
-        return "; ".join(map(str, shortfalls(opened.storage, opened.manifest)[:3]))
+            return f"{INDEX} is not a regular file", nonfinite
+        missing = shortfalls(opened.storage, opened.manifest)
+        return "; ".join(map(str, missing[:3])), nonfinite
     except CheckpointReplaced:
         raise
     except (NotACheckpoint, CorruptCheckpoint, FileNotFoundError) as error:
-        return str(error)
+        return str(error), ""
 
 
-def find_nonfinite(path: str) -> str:
-    """Which tensors of a checkpoint hold NaN or infinite values, as its save has noted; or ""."""
-    return open_checkpoint(path).manifest.nonfinite()
+def find_damage(path: str) -> str:
+    """What is wrong with the checkpoint at ``path``; see ``find_problems``."""
+    return find_problems(path)[0]
 
 
 class Retention:
@@ -89,6 +94,7 @@ class Retention:
         # What was found wrong with a step; empty if nothing. The sizes and times of the files are
         # fields of a step, so a step that has changed is checked again.
         self._damage: dict[Step, str] = {}
+        self._nonfinite: dict[Step, str] = {}  # of steps that were found to be good
         self._reported: set[str] = set()  # names of steps that cannot be removed
         self._next: int | None = None  # the step at which to remove again
         self._removal: Task[None] | None = None
@@ -166,10 +172,17 @@ class Retention:
             if number <= newest and name in found:
                 own[number] = name
 
-        def is_good(number: int) -> bool:
+        @cache
+        def good_steps(number: int) -> list[Step]:
             steps = run.examine(own[number])
             advance(0)
-            return any(map(self._is_good, steps))
+            return list(filter(self._is_good, steps))
+
+        def is_good(number: int) -> bool:
+            return bool(good_steps(number))
+
+        def is_finite(number: int) -> bool:
+            return not all(self._nonfinite.get(step) for step in good_steps(number))
 
         superfluous = self.superfluous(own, is_good)
         if superfluous and self._rules.keep_best:
@@ -178,6 +191,10 @@ class Retention:
             ranked = filter(is_good, self._rules.by_metric(known))
             best = set(islice(ranked, self._rules.keep_best))
             superfluous = [step for step in superfluous if step not in best]
+        if superfluous:
+            # A run that has diverged goes back to it.
+            newest_finite = next(filter(is_finite, sorted(own, reverse=True)), None)
+            superfluous = [step for step in superfluous if step != newest_finite]
         names = [own[number] for number in superfluous]
         old = [name for name in names if not self._is_recent(run, name)]
         removed = []
@@ -244,7 +261,7 @@ class Retention:
             return False
         damage = self.damage(step)
         if damage is None and self._rules.keep_last is not None:
-            damage = find_damage(self.path(step.name))
+            damage, self._nonfinite[step] = find_problems(self.path(step.name))
             self.note_damage(step, damage)
             if damage:
                 text = "%s is damaged, so it does not count: %s"

@@ -247,11 +247,11 @@ def test_a_step_that_is_replaced_meanwhile_is_examined_again(
 
     replacing(2, restorer, "load")
     assert restored(manager) == (2, 2, [])
-    replacing(2, latest_step, "find_damage")
+    replacing(2, latest_step, "find_problems")
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 2
-    for place, name in ((latest_step, "find_damage"), (restorer, "load")):
+    for place, name in ((latest_step, "find_problems"), (restorer, "load")):
         replacing(3, place, name)
         with pytest.raises(CheckpointReplaced):
             manager.restore(state(-1))

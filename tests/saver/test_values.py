@@ -199,6 +199,23 @@ def test_a_manager_skips_steps_that_are_not_finite(
     assert (shown["nonfinite"], entry["nonfinite"], entry["largest"]) == (1, 1, 1.0)
 
 
+def test_the_newest_finite_step_is_kept(tmp_path: Path) -> None:
+    weight = torch.ones(4)
+    state = {"weight": whole("weight", weight)}
+    with CheckpointManager(tmp_path, NOTE, keep_last=2) as manager:
+        for step in range(1, 7):
+            weight.fill_(math.inf if step > 2 else step)
+            manager.save(step, state)
+        assert [step.step for step in manager.steps()] == [2, 5, 6]
+        restored = manager.restore(state, finite=True)
+        assert restored is not None
+        assert (restored.step, weight[0]) == (2, 2.0)
+        for step in (7, 8):
+            weight.fill_(step)
+            manager.save(step, state)
+        assert [step.step for step in manager.steps()] == [7, 8]
+
+
 def test_replicas_that_differed_are_noted(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
