@@ -186,24 +186,25 @@ class BufferPool:
             self._free_unused(cap)
             return buffer
 
-    def prepare(self, size: int, cap: int) -> Buffer | None:
-        """Make a buffer free for a later lease of about ``size`` bytes. The lock is not held while
-        its pages are touched.
+    def prepare(self, size: int, cap: int, pin: Callable[[Buffer], object]) -> bool:
+        """Make a buffer for a later lease of about ``size`` bytes, and ``pin`` it.
 
-        None where all buffers would exceed ``cap`` bytes. Raises StorageError as ``lease``.
+        Others may lease meanwhile. False where all buffers would exceed ``cap`` bytes. Raises
+        StorageError as ``lease``.
         """
         with self._lock:
             self._collect_returned()
             held = sum(buffer.size for buffer in [*self._free, *self._leased])
-            leases = self._leases
         if held + size > cap:
-            return None
+            return False
         # More than asked for: the objects of a state, and the balance between ranks.
         buffer = _allocate(size + size // 16, cap - held)
-        buffer.leased_at = leases
+        pin(buffer)
         with self._lock:
+            buffer.leased_at = self._leases
             self._free.append(buffer)
-        return buffer
+            self._free_unused(cap)
+        return True
 
     def give_back(self, buffer: Buffer) -> None:
         # The garbage collector may call this at any point, also while this thread holds the lock.

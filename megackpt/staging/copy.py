@@ -94,11 +94,19 @@ def prepare(nbytes: int) -> threading.Thread:
 
 
 def _prepare(nbytes: int) -> None:
-    try:
-        buffer = POOL.prepare(nbytes, default_cap())
-        has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if buffer is not None and has_devices:
+    def pin(buffer: Buffer) -> None:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             _pin(buffer)
+
+    cap = default_cap()
+    try:
+        if not POOL.prepare(nbytes, cap, pin):
+            logger.warning(
+                "staging memory is not prepared: staging_bytes of %s does not fit beside copies of "
+                "other saves (limit %s bytes)",
+                f"{nbytes:,}",
+                f"{cap:,}",
+            )
     except (CheckpointingException, OSError) as error:
         logger.warning("staging memory is not prepared: %s", error)
 

@@ -286,14 +286,32 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
 
 def test_prepared_memory_is_what_the_next_copy_takes() -> None:
     pool = BufferPool()
-    ready = pool.prepare(2 * MIB, 8 * MIB)
-    assert ready is not None
-    assert leased(pool, 2 * MIB + 5, 8 * MIB) is ready
-    assert pool.prepare(7 * MIB, 8 * MIB) is None
-    assert held(pool) == ready.size
+    pinned: list[Buffer] = []
+
+    def pin(buffer: Buffer) -> None:
+        # What a save takes meanwhile is not this buffer, which is being pinned.
+        pinned.append(buffer)
+        assert leased(pool, 2 * MIB, 8 * MIB) is not buffer
+
+    assert pool.prepare(2 * MIB, 8 * MIB, pin)
+    assert leased(pool, 2 * MIB + 5, 8 * MIB) is pinned[0]
+    before = held(pool)
+    assert not pool.prepare(7 * MIB, 8 * MIB, pin)
+    assert held(pool) == before
 
 
-def test_a_queue_prepares_staging_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_memory_that_comes_too_late_stays_below_the_cap() -> None:
+    pool = BufferPool()
+    taken = []
+    assert pool.prepare(
+        5 * MIB, 8 * MIB, lambda _: taken.append(leased(pool, 6 * MIB, 8 * MIB))
+    )
+    assert held(pool) == taken[0].size
+
+
+def test_a_queue_prepares_staging_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = BufferPool()
     monkeypatch.setattr(copy, "POOL", pool)
     AsyncCallsQueue(staging_bytes=3 * MIB).close()
@@ -301,5 +319,10 @@ def test_a_queue_prepares_staging_memory(monkeypatch: pytest.MonkeyPatch) -> Non
         if thread.name == "megackpt-staging":
             thread.join()
     assert 3 * MIB <= held(pool) <= 4 * MIB
+    AsyncCallsQueue(staging_bytes=1 << 60).close()
+    for thread in threading.enumerate():
+        if thread.name == "megackpt-staging":
+            thread.join()
+    assert "1,152,921,504,606,846,976 does not fit" in caplog.text
     with pytest.raises(ValueError, match="staging_bytes is a number of bytes or None"):
         AsyncCallsQueue(staging_bytes=0)
