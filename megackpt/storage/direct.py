@@ -40,8 +40,13 @@ class DirectWriter(LocalWriter):
     def expect(self, size: int) -> None:
         if not 0 < limits.DIRECT_BYTES <= size or self._device() in _refusing:
             return
-        if kernel.bypass_cache(self._fd):
+        if not kernel.bypass_cache(self._fd):
+            return
+        try:
             self._piece = np.frombuffer(mmap(-1, _PIECE), np.uint8)
+        except OSError as error:  # no memory
+            logger.debug("%s: writes are buffered: %s", self._path, error)
+            kernel.bypass_cache(self._fd, False)
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         for number, buffer in enumerate(buffers):

@@ -173,6 +173,16 @@ def test_a_refused_later_write_concerns_its_file_only(root, writes, monkeypatch)
     assert [was_direct for was_direct, _ in writes[-5:]] == [True] * 4 + [False]
 
 
+def test_without_memory_for_a_piece(root, writes, monkeypatch):
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(direct, "mmap", refuse)
+    data = os.urandom(2 * PIECE + 1)
+    assert write(root, data) == data
+    assert writes == [(False, len(data))]
+
+
 @pytest.mark.parametrize("short", [1, direct._BLOCK, direct._BLOCK + 512, PIECE - 1])
 def test_a_write_that_is_cut_short_goes_on(root, monkeypatch, short):
     real, whole = os.writev, []
