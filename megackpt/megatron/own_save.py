@@ -140,6 +140,12 @@ class _OwnSave:
             )
         if self.outer.inner:
             self.refuse_others()
+        elif strategy.check_values != "off" or strategy.audit != "off":
+            raise BackendError(
+                f"audit={strategy.audit!r} and check_values={strategy.check_values!r} have no "
+                f"effect in {strategy}, which writes the tensors itself: leave both 'off', or "
+                "call the method that it overrides"
+            )
         return request
 
     def run_engine(self, given: Any, _: Any, inner: Strategy, **chosen: Any) -> Any:

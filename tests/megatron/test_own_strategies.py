@@ -68,6 +68,11 @@ class Saves(SaveShardedStrategy):
                 path.write_bytes(shard.data.numpy().tobytes())
 
 
+class SavesChecked(Saves):
+    def __init__(self, **checks: Any) -> None:
+        SaveShardedStrategy.__init__(self, "mine", 1, **checks)
+
+
 class SavesLater(AsyncSaveShardedStrategy):
     def __init__(self) -> None:
         super().__init__("mine", 1)
@@ -325,6 +330,16 @@ def bad(given: Callable[[Path], Any], match: str) -> Any:
     ("act", "match"),
     [
         bad(lambda _: save(state(WEIGHT), "s3://b/a", Saves()), "needs a directory"),
+        bad(
+            lambda at: save(
+                state(WEIGHT), at / "a", SavesChecked(check_values="raise")
+            ),
+            "check_values='raise' have no effect",
+        ),
+        bad(
+            lambda at: save(state(WEIGHT), at / "a", SavesChecked(audit="full")),
+            "audit='full' and .* have no effect",
+        ),
         bad(lambda at: load(state(WEIGHT), at / "none", Loads()), "does not exist"),
         bad(
             lambda at: load(state(WEIGHT), at / "torch", Loads()),
