@@ -178,19 +178,22 @@ class RunningSave:
             results: Sequence[tuple[WriteResult, bytes, bytes]],
         ) -> list[ShardId] | int:
             planned = cast(Manifest, part.manifest)
-            written = [result for result, _, _ in results]
-            values = merge(planned, [values for _, _, values in results])
-            manifest = replace(planned.located(written), values=values)
+            written, digests, values = zip(*results, strict=True)
+            manifest = planned.located(written)
+            manifest = replace(manifest, values=merge(planned, values))
             manifests.append(manifest)
             if text := manifest.nonfinite():
                 if request.check_values == "raise":
-                    raise NonfiniteValues(text)
+                    raise NonfiniteValues(
+                        f"{request.directory} is not saved, it has {text}. Go back to an earlier "
+                        "checkpoint, or save with check_values='note'"
+                    )
                 logger.warning("%s has %s", request.directory, text)
             if part.all_replicas is not None:
-                digests = [digest for _, digest, _ in results]
-                if differing := part.all_replicas.differing(digests):
+                differing = part.all_replicas.differing(digests)
+                if differing:
                     return differing
-            return self._commit(request.backend, manifests[0])
+            return self._commit(request.backend, manifest)
 
         def conclude(found: Sequence[Blocks]) -> int:
             text = describe(differing, found, manifests[0])

@@ -147,7 +147,10 @@ def test_ranks_together(tmp_path: Path) -> None:
 def test_nothing_is_committed_where_it_is_refused(tmp_path: Path) -> None:
     errors = run(tmp_path / "a", [Strategy(check_values="raise")] * 4)
     assert {type(error) for error in errors} == {NonfiniteValues}
-    assert "'rows' (1)" in str(errors[0])
+    assert str(errors[0]) == (
+        f"{tmp_path}/a is not saved, it has values that are NaN or infinite: 'rows' (1). Go back "
+        "to an earlier checkpoint, or save with check_values='note'"
+    )
     with pytest.raises(NotACheckpoint):
         megackpt.verify(tmp_path / "a")
 
