@@ -57,7 +57,14 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     **{
         name: ((PEERS / name).is_dir, f'{name} is missing: "make peers" installs it')
-        for name in ("lightning", "accelerate", "torchtitan", "torchdata", "nvrx")
+        for name in (
+            "lightning",
+            "accelerate",
+            "torchtitan",
+            "torchdata",
+            "nvrx",
+            "ray",
+        )
     },
 }
 

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -37,6 +38,40 @@ class Manager:
 
     def _should_purge(self) -> bool:
         return self.keep_latest_k > 0
+
+
+class Ray:
+    """Ray Train: what it was told, which it also knows after its workers were killed."""
+
+    CheckpointConsistencyMode = CheckpointUploadMode = MagicMock()
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[dict[str, Any], str | None]] = []
+        self.info: object = None
+        self.filesystem = SimpleNamespace(type_name="local")
+
+    @staticmethod
+    def Checkpoint(path: str) -> Any:  # noqa: N802
+        return SimpleNamespace(path=path)
+
+    def get_context(self) -> Any:
+        path = os.path.abspath("run")
+        storage = SimpleNamespace(
+            experiment_fs_path=path, storage_filesystem=self.filesystem
+        )
+        return SimpleNamespace(get_storage=lambda: storage)
+
+    def get_all_reported_checkpoints(self, _: Any) -> Any:
+        paths = [name for _, name in self.reported if name is not None]
+        found = [SimpleNamespace(path=os.path.abspath(f"run/{name}")) for name in paths]
+        return [SimpleNamespace(checkpoint=checkpoint) for checkpoint in found]
+
+    def report(self, metrics: Any, checkpoint: Any, **_: Any) -> None:
+        name = None if checkpoint is None else os.path.basename(checkpoint.path)
+        self.reported.append((metrics, name))
+
+    def get_preemption_info(self) -> object:
+        return self.info
 
 
 class Strategy:
@@ -196,3 +231,100 @@ def test_lightning_removes_what_is_replaced(strategy: Any) -> None:
     replaced(strategy)
     strategy.on_train_end()
     assert os.listdir("run") == [Path(NEW).name]
+
+
+@pytest.fixture
+def ray() -> Ray:
+    return Ray()
+
+
+@pytest.fixture
+def in_ray(imported: Imported, ray: Ray) -> Callable[..., Any]:
+    """Makes our manager in a worker of Ray."""
+    names = [name for name in dir(ray) if not name.startswith("_")]
+    content = {name: getattr(ray, name) for name in names}
+    module = imported("ray", "ray.train", **content)
+    manager: Callable[..., Any] = module.CheckpointManager
+    return manager
+
+
+STATE = {"model": {"w": torch.ones(8)}}
+
+
+def test_ray_is_told_of_complete_checkpoints_only(in_ray: Any, ray: Ray) -> None:
+    manager = in_ray()
+    manager.save(1, **STATE, metrics={"loss": 0.5})
+    assert ray.reported == []
+    assert manager.finalize() == [1]
+    assert ray.reported == [({"loss": 0.5}, "checkpoint-1")]
+    manager.save(2, **STATE, asynchronous=False)
+    assert ray.reported[1:] == [({}, "checkpoint-2")]
+    manager.save(3, **STATE)
+    manager.close()
+    manager.close()
+    assert ray.reported[2:] == [({}, "checkpoint-3")]
+
+
+def test_ray_is_not_told_of_saves_that_failed_or_were_dropped(
+    in_ray: Any, ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    manager = in_ray(on_error="warn")
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "_complete", full)
+        manager.save(1, **STATE, asynchronous=False)
+        manager.save(2, **STATE)
+        assert manager.finalize() == []
+    assert manager.failed_saves == 2
+    manager.save(3, **STATE)
+    manager.close(abort=True)
+    assert ray.reported == []
+
+
+def test_ray_is_told_of_what_a_killed_worker_had_completed(
+    in_ray: Any, ray: Ray
+) -> None:
+    manager = in_ray()
+    manager.save(1, **STATE, asynchronous=False)
+    saved("run/checkpoint-2")
+    assert in_ray().restore(model={}).step == 2
+    assert in_ray().restore(model={}).step == 2
+    assert ray.reported[1:] == [({}, "checkpoint-2")]
+
+
+def test_ray_is_not_told_of_steps_with_names_of_others(in_ray: Any, ray: Ray) -> None:
+    saved("run/iter_0000007")
+    assert in_ray().restore(model={}).step == 7
+    assert ray.reported == []
+
+
+def test_ray_is_told_once_of_a_step_that_is_saved_again(in_ray: Any, ray: Ray) -> None:
+    in_ray().save(1, **STATE, asynchronous=False)
+    in_ray().save(1, **STATE, asynchronous=False, metrics={"loss": 1})
+    assert ray.reported == [({}, "checkpoint-1"), ({"loss": 1}, None)]
+
+
+def test_ray_takes_a_node_away(in_ray: Any, ray: Ray) -> None:
+    manager = in_ray(save_interval=10)
+    assert not manager.should_save(1)
+    ray.info = "in 30 seconds"
+    assert manager.should_save(2)
+    manager.save(2, **STATE)
+    assert ray.reported == [({}, "checkpoint-2")]  # it was synchronous
+    assert not manager.should_save(3)
+    assert manager.should_save(10)
+
+
+def test_ray_alone_removes_checkpoints(in_ray: Any) -> None:
+    with pytest.raises(ValueError, match=r"keep_best, keep_last: .*num_to_keep"):
+        in_ray(keep_last=2, keep_best=1)
+    with pytest.raises(ValueError, match="local is not supported"):
+        in_ray(local=object())
+
+
+def test_a_run_of_ray_in_a_bucket_needs_its_url(in_ray: Any, ray: Ray) -> None:
+    ray.filesystem.type_name = "s3"
+    with pytest.raises(ValueError, match="give root"):
+        in_ray()
