@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from functools import wraps
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint._async_thread_executor import (
 from megackpt.dcp.storage_reader import FileSystemReader
 from megackpt.dcp.storage_writer import FileSystemWriter
 
-_CLASSES = {
+_CLASSES: dict[Any, Any] = {
     filesystem.FileSystemReader: FileSystemReader,
     filesystem.FileSystemWriter: FileSystemWriter,
 }
@@ -90,6 +91,8 @@ def install() -> Installation:
             for name, value in list(vars(module).items()):
                 if isinstance(value, type) and value in _CLASSES:
                     _replace(module, name, _CLASSES[value])
+        for stock in _CLASSES:
+            copyreg.pickle(stock, _pickle_stock)
         for executor in _EXECUTORS:
             _replace(executor, "execute_save", _naming_writers(executor.execute_save))
     return Installation(first)
@@ -97,6 +100,8 @@ def install() -> Installation:
 
 def uninstall() -> None:
     """Undo ``install``. A save that has begun is not affected."""
+    for stock in _CLASSES:
+        copyreg.dispatch_table.pop(stock, None)
     while _replaced:
         owner, name, former = _replaced.pop()
         setattr(owner, name, former)
@@ -105,6 +110,23 @@ def uninstall() -> None:
 def _replace(owner: Any, name: str, value: Any) -> None:
     _replaced.append((owner, name, getattr(owner, name)))
     setattr(owner, name, value)
+
+
+def _pickle_stock(made: Any) -> Any:
+    """Pickle an object of torch's own class, made before ``install``.
+
+    pickle would find ours under its name. The process of an ``async_save`` needs such writers.
+    """
+    return _restore_stock, (type(made).__name__, vars(made))
+
+
+def _restore_stock(name: str, state: dict[str, Any]) -> Any:
+    for kind in _CLASSES:
+        if kind.__name__ == name:
+            made = object.__new__(kind)
+            vars(made).update(state)
+            return made
+    raise AttributeError(f"no class of torch's is named {name!r} here")
 
 
 def _naming_writers(execute_save: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import _fsspec_filesystem, _storage_utils, fil
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
     _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
 )
 
@@ -135,6 +137,43 @@ def test_a_save_that_has_begun_ends_with_ours(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert megackpt.verify(tmp_path / "c").checked
+
+
+def save_in_a_process(folder: str) -> None:
+    """By a writer of torch's own class, which was made before, and by none."""
+    stock = dcp.FileSystemWriter(f"{folder}/stock")
+    with install():
+        for writer, path in ((stock, None), (None, f"{folder}/ours")):
+            future: Any = dcp.async_save(
+                {"w": torch.ones(5)},
+                checkpoint_id=path,
+                storage_writer=writer,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            )
+            future.result()
+
+
+def test_a_process_takes_a_writer_of_torchs_own_class(
+    tmp_path: Path, ranks: Any
+) -> None:
+    ranks(save_in_a_process, 1, tmp_path, timeout=240)
+    for name in ("stock", "ours"):
+        found = {"w": torch.zeros(5)}
+        dcp.load(found, checkpoint_id=tmp_path / name)
+        assert found["w"].tolist() == [1] * 5
+    assert not (tmp_path / "stock" / "megackpt.index").exists()
+    assert megackpt.verify(tmp_path / "ours").checked
+
+
+def test_objects_of_torchs_own_classes_are_pickled(tmp_path: Path) -> None:
+    made = dcp.FileSystemWriter(tmp_path / "a"), dcp.FileSystemReader(tmp_path / "a")
+    with install():
+        copies = pickle.loads(pickle.dumps(made))
+        assert (type(copies[0]), type(copies[1])) == STOCK
+        assert type(pickle.loads(pickle.dumps(FileSystemWriter("b")))) is OURS[0]
+        dcp.save({"w": torch.ones(5)}, storage_writer=copies[0], no_dist=True)
+        assert not (tmp_path / "a" / "megackpt.index").exists()
+    assert type(pickle.loads(pickle.dumps(made[0]))) is STOCK[0]
 
 
 @pytest.mark.slow
