@@ -241,6 +241,7 @@ def lose_a_host(kind: str, fault: str, store: str, folder: Path) -> dict[str, An
             "last": last,
             "restored": sorted({e["restored"] for e in restored}),
             "right": all(e["right"] for e in restored),
+            "sources": sorted({e["source"] for e in restored}),
             "bad": [step for step, found in steps.items() if not found["ok"]],
             "went on": went_on,
             "back": back - began,

@@ -110,7 +110,7 @@ def train(kind: str, root: str, folder: Path, point: str = "") -> None:
     import torch.distributed as dist
 
     import megackpt
-    from megackpt import AsyncCallsQueue, ShardedTensor
+    from megackpt import AsyncCallsQueue, LocalTier, ShardedTensor
     from megackpt.manager import CheckpointManager
 
     log = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -132,11 +132,20 @@ def train(kind: str, root: str, folder: Path, point: str = "") -> None:
         if rank == 0:
             hold_at(point, folder, tell)
     manager = CheckpointManager(root, naming="plain", timeout=timedelta(minutes=1))
+    if kind == "local":  # nothing is ever saved below ROOT
+        manager = CheckpointManager(
+            root,
+            save_interval=1_000_000,
+            local=LocalTier("/dev/shm/steps", every=1),
+            asynchronous=True,
+            timeout=timedelta(seconds=3 * TIMEOUT),
+        )
     w = torch.zeros(LENGTH // size)
     state = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, size))}
     restored = manager.restore(state)
     step = restored.step if restored is not None else 0
-    tell(restored=step, right=bool((w == step).all()))
+    source = restored.source if restored is not None else ""
+    tell(restored=step, right=bool((w == step).all()), source=source)
     # The writer process starts with what processor time others leave.
     queue = AsyncCallsQueue(persistent=kind == "process", timeout=timedelta(minutes=2))
     waits = time_waits()
@@ -146,12 +155,18 @@ def train(kind: str, root: str, folder: Path, point: str = "") -> None:
         waits.clear()
         begun = time.monotonic()
         try:
-            request = megackpt.save(
-                state,
-                manager.path(step),
-                timeout=timedelta(seconds=TIMEOUT),
-                async_sharded_save=kind != "sync",
-            )
+            request = None
+            if kind == "local":
+                manager.should_save(step)
+                manager.save(step, state)
+                manager.finalize()
+            else:
+                request = megackpt.save(
+                    state,
+                    manager.path(step),
+                    timeout=timedelta(seconds=TIMEOUT),
+                    async_sharded_save=kind != "sync",
+                )
             if request is not None:
                 queue.schedule_async_request(request)
                 queue.maybe_finalize_async_calls(blocking=True)

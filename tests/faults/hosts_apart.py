@@ -193,14 +193,14 @@ class Network:
 
 
 def apart(name: str) -> list[str]:
-    """The command before one that has a name of its host and process ids of its own."""
+    """The command before one with a host name, process ids and /dev/shm of its own."""
     options = "--pid --fork --uts --mount-proc --kill-child"
     return [
         "unshare",
         *options.split(),
         "sh",
         "-c",
-        f'hostname {name}; exec "$@"',
+        f'hostname {name}; mount -t tmpfs tmpfs /dev/shm; exec "$@"',
         "sh",
     ]
 

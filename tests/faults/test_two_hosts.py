@@ -161,6 +161,29 @@ def test_torchrun_goes_on(
             assert entry["named"] == [0], report
 
 
+@pytest.mark.root
+@pytest.mark.campaign
+@pytest.mark.parametrize("fault", ["one dies", "two dies", "worker"])
+def test_torchrun_goes_on_from_local_steps(
+    tmp_path: Path, note: Any, fault: str
+) -> None:
+    """Nothing is in the storage. The host that is replaced has an empty /dev/shm."""
+    store = "two" if fault == "one dies" else "one"
+    report = run("elastic_hosts.py", "host", "local", fault, store, str(tmp_path))
+    heads = (
+        "local steps under torchrun",
+        "last complete step",
+        "restored",
+        "first save after",
+    )
+    (restored,) = report["restored"]
+    note(heads, fault, report["last"], restored, f"{report['first save']:.1f} s")
+    assert report["went on"], report
+    assert report["right"], report
+    assert report["sources"] == ["local"], report
+    assert 0 <= restored - report["last"] <= 1, report
+
+
 LOST = [
     ("publish", "kill"),
     ("write", "stop"),
