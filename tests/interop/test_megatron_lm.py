@@ -1,6 +1,6 @@
 """Megatron-LM's own ``save_checkpoint`` and ``load_checkpoint``, with megackpt installed by one line.
 
-``megatron.training`` is in no package registry. Give a checkout of Megatron-LM at core_v0.16.1:
+``megatron.training`` is in no package registry. Give a checkout of Megatron-LM, core_v0.16.1 to 0.19.0:
 ``MEGATRON_LM=/path/to/Megatron-LM pytest -m megatron tests/interop/test_megatron_lm.py``.
 """
 
@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
+import typing
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 import megackpt.megatron
 from megackpt.tree import walk
@@ -30,6 +35,31 @@ STEPS = (
     ((1, 2), (2, 1), True, True),
 )
 """TP x PP of the save, and of the load; asynchronous; in the fully-parallel wrappers."""
+
+
+class Triton(MetaPathFinder, Loader):
+    """Modules in the place of Triton's: they are imported, and not used here."""
+
+    def find_spec(
+        self, fullname: str, path: Any, target: Any = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "triton":
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__getattr__ = attribute_of_triton  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__version__"] = "3.5.0"
+
+
+def attribute_of_triton(name: str) -> MagicMock:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock()
 
 
 def training(folder: str) -> None:
@@ -68,10 +98,11 @@ def prepared() -> Any:
     """Megatron-LM's module, on a CPU."""
     from interop import megatron_models
 
-    import_module("torch._dynamo")
+    import_module("torch._inductor.compile_fx")  # looks for Triton
+    sys.meta_path.append(Triton())
+    if sys.version_info < (3, 12):  # which Megatron-LM 0.18 needs
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
     assert megatron_models.prepare() is megackpt.megatron
-    for name in ("triton", "triton.language"):  # imported, and not used here
-        sys.modules[name] = MagicMock()
     torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda *_: None
     checkpointing = import_module("megatron.training.checkpointing")
@@ -244,7 +275,7 @@ def finish(later: bool) -> None:
 
 
 needs_megatron_lm = pytest.mark.skipif(
-    not MEGATRON_LM, reason="MEGATRON_LM names no checkout of Megatron-LM (v0.16.1)"
+    not MEGATRON_LM, reason="MEGATRON_LM names no checkout of Megatron-LM"
 )
 
 
@@ -253,7 +284,8 @@ needs_megatron_lm = pytest.mark.skipif(
 def test_megatron_lm_resumes_from_local_checkpoints(
     tmp_path: Path, ranks: Any, peers: dict[str, str]
 ) -> None:
-    path = os.pathsep.join([peers["PYTHONPATH"], MEGATRON_LM, str(PEERS / "nvrx")])
+    # With Megatron-Core of the checkout, not of the peers.
+    path = os.pathsep.join([MEGATRON_LM, peers["PYTHONPATH"], str(PEERS / "nvrx")])
     ranks(training_locally, 2, tmp_path, env={**peers, "PYTHONPATH": path}, timeout=400)
 
 
@@ -261,7 +293,8 @@ def test_megatron_lm_resumes_from_local_checkpoints(
 def test_megatron_lm_saves_and_resumes(
     tmp_path: Path, ranks: Any, peers: dict[str, str]
 ) -> None:
-    path = os.pathsep.join([peers["PYTHONPATH"], MEGATRON_LM])
+    # With Megatron-Core of the checkout, not of the peers.
+    path = os.pathsep.join([MEGATRON_LM, peers["PYTHONPATH"]])
     ranks(training, 2, tmp_path, env={**peers, "PYTHONPATH": path}, timeout=400)
     for number in range(len(STEPS)):
         at = tmp_path / str(number)
