@@ -75,6 +75,8 @@ class CheckpointManager(SaveDecisions):
             errors of a call itself (ValueError), are raised always.
         max_failures: with "warn", so many failed saves in a row raise the last error.
         local: save on the hosts as well, more often (see LocalTier); ``restore`` prefers these.
+        staging_bytes: make staging memory ready for the first asynchronous save, as for
+            ``AsyncCallsQueue``.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class CheckpointManager(SaveDecisions):
         on_error: Literal["raise", "warn"] = "raise",
         max_failures: int = 3,
         local: LocalTier | None = None,
+        staging_bytes: int | None = None,
     ) -> None:
         if asynchronous not in _WORKERS:
             raise ValueError(
@@ -122,6 +125,7 @@ class CheckpointManager(SaveDecisions):
             timeout=timeout,
             on_error=on_error,
             max_failures=max_failures,
+            staging_bytes=staging_bytes,
         )
         self._finalized_steps: list[int] = []
         # Steps that are being saved, including failed saves; the same on all ranks.

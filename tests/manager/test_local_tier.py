@@ -330,7 +330,7 @@ def test_a_save_without_asking_goes_to_the_storage(job: Job) -> None:
 
 
 def test_a_host_without_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostPieces, "free_bytes", lambda _: 3 << 20)
+    monkeypatch.setattr(HostPieces, "free_bytes", lambda *_: 3 << 20)
     need = "'host0' has 3,145,728 bytes free, and local checkpoints need 8,3.* more: 2 generations"
     with pytest.raises(StorageError, match=need):
         job.train(11)

@@ -97,24 +97,27 @@ class HostPieces:
 
     def clear(self, keep: Iterable[LocalSave]) -> None:
         """Remove everything but these saves: unfinished pieces, and earlier runs at this root."""
-        kept = {save.folder for save in keep}
-        storage = LocalStorage(self.location, create=True)
-        for entry in storage.list():
-            if entry not in kept:
-                storage.delete(entry)
-        tier = LocalStorage(self._path)
-        for entry in tier.list():
-            if (
-                entry.startswith(f"{self._root}-")
-                and entry != self.location.split("/")[-1]
-            ):
-                tier.delete(entry)
+        for path in self._superfluous(keep):
+            folder, name = os.path.split(path)
+            LocalStorage(folder).delete(name)
 
-    def free_bytes(self) -> int:
-        """The room in the file system."""
+    def free_bytes(self, keep: Iterable[LocalSave]) -> int:
+        """The space in the file system as soon as everything but these saves is removed."""
         LocalStorage(self.location, create=True)
-        room = os.statvfs(self.location)
-        return room.f_bavail * room.f_frsize
+        space = os.statvfs(self.location)
+        removed = sum(map(_allocated, self._superfluous(keep)))
+        return space.f_bavail * space.f_frsize + removed
+
+    def _superfluous(self, keep: Iterable[LocalSave]) -> list[str]:
+        kept = {save.folder for save in keep}
+        own = LocalStorage(self.location, create=True).list()
+        runs = LocalStorage(self._path).list()
+        found = [
+            f"{self._path}/{run}" for run in runs if run.startswith(f"{self._root}-")
+        ]
+        found.remove(self.location)
+        found += [f"{self.location}/{entry}" for entry in own if entry not in kept]
+        return found
 
     def problem(self, piece: Piece, finite: bool = False) -> str:
         """What is wrong with a piece, all of which is read; "" if nothing is.
@@ -183,3 +186,12 @@ class HostPieces:
             )
         storage.delete(piece.name)
         storage.rename(partial, piece.name)
+
+
+def _allocated(path: str) -> int:
+    """The bytes that the files below a path take."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            total += 512 * os.lstat(f"{folder}/{name}").st_blocks
+    return total

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,6 @@ from typing import Any, Literal
 from megackpt import tree
 from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Pending, Task
 from megackpt.distributed import (
-    Attempt,
     Group,
     GroupLike,
     SingleGroup,
@@ -85,6 +84,8 @@ class LocalSaves:
                 len({*hosts}),
             )
         self._hosts = hosts
+        # The first rank of a host removes what is no longer needed there.
+        self._is_first = hosts.index(hosts[self._rank]) == self._rank
         # Complete on all ranks, the oldest first.
         self._complete: list[LocalSave] = []
 
@@ -100,7 +101,7 @@ class LocalSaves:
     def save(self, step: int, state: ShardedStateDict, asynchronous: bool) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
-        Raises StorageError if a host has no room for it.
+        Raises StorageError if a host has no space for it.
         """
         if self.running:
             logger.info("step %d waits for the local save before it", step)
@@ -126,12 +127,16 @@ class LocalSaves:
             timeout=self._timeout,
             validate_access_integrity=False,
         )
-        # An error of this rank alone is raised on all ranks when the save is finalized.
-        staged = attempt(partial(write, async_sharded_save=asynchronous))
+        begin: Callable[[], AsyncRequest | None] = write
+        if asynchronous:
+            # The tensors are copied now. An error of this rank alone is raised on all ranks when
+            # the save is finalized.
+            begin = attempt(partial(write, async_sharded_save=True)).get
+        kept = [*self._kept(), agreed]
 
         def work(_: Advance) -> None:
             with task.waiting_for_ranks():
-                self._store(piece, staged)
+                self._store(piece, kept, begin)
 
         task = Task(work, f"step {step} on the hosts")
         complete = partial(self._complete.append, agreed)
@@ -150,19 +155,24 @@ class LocalSaves:
         """Finalize the running save (collective), or drop it (not collective)."""
         self._queue.close(abort)
 
+    def _kept(self) -> list[LocalSave]:
+        """The steps that stay while the next one is written."""
+        return self._complete[1 - self._tier.generations :]
+
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
     def _prepare(self, group: Group, step: int, nbytes: int) -> LocalSave:
-        """Make room for a save, and agree on its id. ``nbytes``: of this rank's shards."""
-        kept = self._complete[1 - self._tier.generations :]
-        is_first = self._hosts.index(self._hosts[self._rank]) == self._rank
+        """Check that all hosts have space for a save, and agree on its id.
+
+        ``nbytes``: of this rank's shards.
+        """
+        kept = self._kept()
 
         def work() -> tuple[int, int, int]:
-            if not is_first:
+            if not self._is_first:
                 return step, nbytes, 0
-            self._pieces.clear(kept)
-            return step, nbytes, self._pieces.free_bytes()
+            return step, nbytes, self._pieces.free_bytes(kept)
 
         def decide(answers: Sequence[tuple[int, int, int]]) -> LocalSave:
             steps, needed, free = zip(*answers, strict=True)
@@ -180,41 +190,50 @@ class LocalSaves:
     def _check_room(
         self, needed: Sequence[int], free: Sequence[int], generations: int
     ) -> None:
-        """Raise StorageError if a host has no room for so many generations more."""
+        """Raise StorageError if a host has no space for so many generations more."""
         required = Counter[str]()
         for rank, host in enumerate(self._hosts):
             for holder in (host, *(self._hosts[to] for to in self._targets[rank])):
                 required[holder] += (needed[rank] + _SPARE) * generations
         for host, nbytes in required.items():
-            room = free[self._hosts.index(host)]
-            if room < nbytes:
+            available = free[self._hosts.index(host)]
+            if available < nbytes:
                 raise StorageError(
-                    f"{self._pieces.location} on host {host!r} has {room:,} bytes free, and local "
+                    f"{self._pieces.location} on host {host!r} has {available:,} bytes free, and local "
                     f"checkpoints need {nbytes:,} more: {self._tier.generations} generations of "
                     "what its ranks hold and of copies for other hosts. Make the tmpfs larger "
                     "(mount -o remount,size=..., docker run --shm-size=...), or have fewer copies"
                 )
 
-    def _store(self, piece: Piece, staged: Attempt[AsyncRequest | None]) -> None:
-        """Write the piece, and exchange copies with the other hosts."""
+    def _store(
+        self,
+        piece: Piece,
+        kept: Sequence[LocalSave],
+        begin: Callable[[], AsyncRequest | None],
+    ) -> None:
+        """Remove all steps but ``kept``, write the piece, and exchange copies with other hosts."""
 
         def written() -> PieceFiles:
-            request = staged.get()
+            request = begin()
             if request is not None:
                 request.execute_sync()
             return self._pieces.describe(piece)
 
-        if not any(self._targets):
-            written()
-            return
-        own = attempt(written)
         sources = [
             Piece(piece.save, rank)
             for rank, targets in enumerate(self._targets)
             if self._rank in targets
         ]
+
+        def remove() -> None:
+            if self._is_first:
+                self._pieces.clear(kept)
+
         with group_over(self._copies_group, self._timeout) as group:
-            files = group.reduce_broadcast("local save", own.get, list)
+            group.reduce_broadcast("older local steps", remove, len)
+            files = group.reduce_broadcast("local save", written, list)
+            if not any(self._targets):
+                return
 
             def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
                 out = {
