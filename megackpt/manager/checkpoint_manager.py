@@ -16,7 +16,14 @@ from typing import Any, Literal, Self
 
 from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, within
 from megackpt.checkpoint import absolute
-from megackpt.distributed import DEFAULT_TIMEOUT, Group, GroupLike, group_over
+from megackpt.distributed import (
+    DEFAULT_TIMEOUT,
+    Attempt,
+    Group,
+    GroupLike,
+    attempt,
+    group_over,
+)
 from megackpt.errors import CheckpointingException, NotACheckpoint
 from megackpt.loader import KeyMap
 from megackpt.manager.decisions import SaveDecisions
@@ -137,8 +144,11 @@ class CheckpointManager(SaveDecisions):
 
     @property
     def failed_saves(self) -> int:
-        """The number of saves that failed; the same on all ranks."""
-        return self._queue.failures.failed
+        """The number of saves that failed, local ones included; the same on all ranks."""
+        failed = self._queue.failures.failed
+        if self._local is not None:
+            failed += self._local.failed_saves
+        return failed
 
     def path(self, step: int) -> str:
         """The path or URL of the checkpoint of a step."""
@@ -192,8 +202,17 @@ class CheckpointManager(SaveDecisions):
         with StatefulObjects(objects, self._process_group) as stateful:
             state = stateful.declare(sharded_state_dict)
             if self._local is not None:
-                self._local.save(step, state, asynchronous)
-                if self._only_local == step:
+                self._local.save(
+                    step,
+                    state,
+                    asynchronous,
+                    content_metadata=content_metadata,
+                    allow_large_common_state=allow_large_common_state,
+                )
+                is_only_local = self._only_local == step
+                # Who saves the step again, without asking, wants it in the storage.
+                self._only_local = None
+                if is_only_local:
                     return None
             if step in self._in_flight:
                 self._queue.maybe_finalize_async_calls(blocking=True)
@@ -342,10 +361,13 @@ class CheckpointManager(SaveDecisions):
 
         Then wait for the removal of older steps. StorageError if the storage does not answer.
         """
+        local = Attempt[None](None)
         try:
             if self._local is not None:
-                self._local.close(abort)
+                local = attempt(partial(self._local.close, abort))
+            # Whatever has happened on the hosts, the saves in the storage are committed.
             self._queue.close(abort)
+            local.get()
         except BaseException:
             abort = True  # this error counts
             raise

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megackpt.distributed import GroupLike, group_over
 from megackpt.errors import StorageError
-from megackpt.manager.local.pieces import HostPieces
+from megackpt.manager.local.pieces import HostPieces, LocalSave
 from megackpt.manager.local.restore import Loaded, LocalRestore
 from megackpt.manager.local.saves import LocalSaves
 from megackpt.manager.local.tier import LocalTier
@@ -22,6 +22,8 @@ from megackpt.strategies import CheckValues, Strategy, StrategyLike
 
 _RUN_FILE = ".megackpt-run"
 """In the directory of the run: its id. Who removes the run, and starts again, has another one."""
+
+_How = Literal["read", "create", "renew"]
 
 
 class LocalCheckpoints:
@@ -58,10 +60,20 @@ class LocalCheckpoints:
         self._max_failures = max_failures
         self._saves: LocalSaves | None = None
 
-    def save(self, step: int, state: ShardedStateDict, asynchronous: bool) -> None:
-        """Save a step on the hosts, if it is one of theirs. Collective."""
+    @property
+    def failed_saves(self) -> int:
+        """The number of local saves that failed."""
+        return 0 if self._saves is None else self._saves.failed
+
+    def save(
+        self, step: int, state: ShardedStateDict, asynchronous: bool, **options: Any
+    ) -> None:
+        """Save a step on the hosts, if it is one of theirs. Collective.
+
+        ``options``: those of ``megackpt.save`` that change what is stored.
+        """
         if step % self._tier.every == 0:
-            self._get_saves().save(step, state, asynchronous)
+            self._get_saves().save(step, state, asynchronous, options)
 
     def restore(
         self,
@@ -71,8 +83,12 @@ class LocalCheckpoints:
         options: Mapping[str, Any],
         finite: bool,
     ) -> Loaded:
-        """Load the newest whole step from ``lowest`` to ``highest``. Collective."""
-        pieces = self._pieces(create=False)
+        """Load the newest whole step from ``lowest`` to ``highest``. Collective.
+
+        A save that is running is finalized first. Raises its error if it has failed.
+        """
+        self.poll(blocking=True)
+        pieces = self._pieces("read")
         if pieces is None:
             return Loaded(None)
         restore = LocalRestore(
@@ -81,16 +97,28 @@ class LocalCheckpoints:
         loaded = restore.newest(state, lowest, options, finite, highest)
         if loaded.save is not None:
             # Later steps, and those of other runs at this step, are not continued.
-            restore.clear([loaded.save])
-            self._get_saves().restored(loaded.save)
+            self._keep_only(restore, [loaded.save], renew=highest is not None)
         return loaded
 
     def forget(self) -> None:
         """Remove all local steps: the run continues from one in the storage. Collective."""
-        pieces = self._pieces(create=False)
+        pieces = self._pieces("read")
         if pieces is not None:
             host, group = self._tier.hostname, self._process_group
-            LocalRestore(pieces, host, group, self._timeout).clear([])
+            restore = LocalRestore(pieces, host, group, self._timeout)
+            self._keep_only(restore, [], renew=True)
+
+    def _keep_only(
+        self, restore: LocalRestore, keep: list[LocalSave], renew: bool
+    ) -> None:
+        """Remove all other local steps; with ``renew`` also those of hosts that are away now.
+
+        These are not found when they come back: the run gets another id.
+        """
+        renewed = self._pieces("renew") if renew else None
+        restore.clear(keep, renewed)
+        if keep or self._saves is not None:
+            self._get_saves().restored(keep, renewed)
 
     def poll(self, blocking: bool = False) -> None:
         """Finalize a local save that all ranks have ended. Collective while one is running."""
@@ -104,7 +132,7 @@ class LocalCheckpoints:
 
     def _get_saves(self) -> LocalSaves:
         if self._saves is None:
-            pieces = self._pieces(create=True)
+            pieces = self._pieces("create")
             if pieces is None:
                 raise StorageError(f"{self._root}: {_RUN_FILE} was removed meanwhile")
             self._saves = LocalSaves(
@@ -118,11 +146,11 @@ class LocalCheckpoints:
             )
         return self._saves
 
-    def _pieces(self, create: bool) -> HostPieces | None:
+    def _pieces(self, how: _How) -> HostPieces | None:
         """The directory of this run on this host; None if the run has no local steps yet."""
 
         def find() -> tuple[str, str]:
-            return digest(self._root.encode()).hex()[:16], _run_id(self._root, create)
+            return digest(self._root.encode()).hex()[:16], _run_id(self._root, how)
 
         with group_over(self._process_group, self._timeout) as group:
             root, run = group.broadcast("find", find)
@@ -131,13 +159,13 @@ class LocalCheckpoints:
         return HostPieces(os.path.abspath(self._tier.path), root, run)
 
 
-def _run_id(root: str, create: bool) -> str:
-    """The id of the run in its directory; "" if it has none, and ``create`` is false."""
+def _run_id(root: str, how: _How) -> str:
+    """The id of the run in its directory. "read": "" if there is none; "renew": another one."""
     with suppress(FileNotFoundError):
         text = root_at(root).get(_RUN_FILE, 64).decode("ascii", "replace")
-        if re.fullmatch("[0-9a-f]{16}", text):
+        if re.fullmatch("[0-9a-f]{16}", text) and how != "renew":
             return text
-    if not create:
+    if how == "read":
         return ""
     run = secrets.token_hex(8)
     root_at(root, create=True).put(_RUN_FILE, run.encode())

@@ -24,7 +24,7 @@ from megackpt.planning.box import Boxes
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Chunks, Manifest, TensorParts
 from megackpt.planning.manifest.declarations import merged_tables
-from megackpt.planning.strict import Strictness, parse_strict_flag
+from megackpt.planning.strict import StrictHandling, requested
 from megackpt.state import ShardedStateDict
 from megackpt.storage import LocalStorage, digest
 
@@ -98,20 +98,24 @@ class MergedSave(NamedTuple):
         self,
         state: ShardedStateDict,
         rank: int,
-        strict: Strictness,
+        strict: StrictHandling,
         key_map: KeyMap | None,
-    ) -> set[int]:
-        """The ranks whose pieces a rank has to read. MismatchError if the state does not fit."""
-        request = LoadRequest(
-            "", state, strict=parse_strict_flag(strict), key_map=key_map
-        )
-        wanted = Comparison.of(request, self.manifest, rank).wanted
-        chunks = plan_load(wanted, self.manifest).chunk
+    ) -> tuple[set[int], set[str]]:
+        """The ranks whose pieces a rank has to read, and the keys that it asks for.
+
+        MismatchError if the state does not fit. The load itself logs unexpected keys.
+        """
+        if StrictHandling.requires_logging(strict):
+            strict = StrictHandling.IGNORE_ALL
+        request = LoadRequest("", state, strict=strict, key_map=key_map)
+        compared = Comparison.of(request, self.manifest, rank)
+        chunks = plan_load(compared.wanted, self.manifest).chunk
         files = {
             self.manifest.files[i] for i in self.manifest.chunks.file[chunks].tolist()
         }
         owners = {Piece(self.save, rank).folder: rank for rank in range(self.save.size)}
-        return {owners[name.split("/")[0]] for name in files if "/" in name}
+        pieces = {owners[name.split("/")[0]] for name in files if "/" in name}
+        return pieces, requested(compared.declared)
 
     def write(self, pieces: HostPieces) -> str:
         """Write the tables into the folder of the save; returns its path."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from megackpt.checkpoint import INDEX, open_checkpoint, verify
@@ -16,8 +17,8 @@ from megackpt.distributed import Stream
 from megackpt.errors import CheckpointingException, CorruptCheckpoint
 from megackpt.storage import LocalStorage, digest
 
-_STEP = re.compile(r"step_(\d+)_([0-9a-f]+)")
-_RANK = re.compile(r"rank_(\d+)_of_(\d+)")
+_STEP = re.compile("step_([0-9]+)_([0-9a-f]+)")
+_RANK = re.compile("rank_([0-9]+)_of_([0-9]+)")
 _PARTIAL = ".partial"
 _BUFFER = 4 << 20  # bytes that are read or received at a time
 
@@ -82,18 +83,28 @@ class HostPieces:
         return f"{self.location}/{piece.name}"
 
     def held(self) -> list[Piece]:
-        """All complete pieces, sorted."""
+        """All complete pieces, sorted. What has another name is not one."""
         pieces = []
-        if os.path.isdir(self.location):
-            storage = LocalStorage(self.location)
-            for folder in storage.list():
-                if step := _STEP.fullmatch(folder):
-                    for match in filter(
-                        None, map(_RANK.fullmatch, storage.list(folder))
-                    ):
-                        save = LocalSave(int(step[1]), step[2], int(match[2]))
-                        pieces.append(Piece(save, int(match[1])))
+        for path in Path(self.location).glob("step_*/rank_*"):
+            step, rank = _STEP.fullmatch(path.parent.name), _RANK.fullmatch(path.name)
+            if step and rank:
+                save = LocalSave(int(step[1]), step[2], int(rank[2]))
+                piece = Piece(save, int(rank[1]))
+                if (
+                    piece.rank < save.size
+                    and f"{path.parent.name}/{path.name}" == piece.name
+                ):
+                    pieces.append(piece)
         return sorted(pieces)
+
+    def mark(self, name: str) -> None:
+        """Leave a file of this name, which ``clear`` removes."""
+        LocalStorage(self.location, create=True).put(name, b"")
+
+    def marks(self, prefix: str) -> set[str]:
+        """The files that the ranks of this directory have left."""
+        names = LocalStorage(self.location).list()
+        return {name for name in names if name.startswith(prefix)}
 
     def clear(self, keep: Iterable[LocalSave]) -> None:
         """Remove everything but these saves: unfinished pieces, and earlier runs at this root."""

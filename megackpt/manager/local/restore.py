@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from megackpt.distributed import (
@@ -20,10 +22,13 @@ from megackpt.distributed import (
 from megackpt.errors import (
     CheckpointingException,
     RankLost,
+    RefusedObject,
+    UntrustedClass,
     join_truncated,
     name_ranks,
 )
 from megackpt.loader import load
+from megackpt.loader.comparison import find_missing
 from megackpt.manager.local.merged import (
     MergedSave,
     PieceTable,
@@ -32,9 +37,18 @@ from megackpt.manager.local.merged import (
 )
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, PieceFiles
 from megackpt.manager.local.saves import as_one_rank
+from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.state import ShardedStateDict
 
 logger = logging.getLogger("megackpt.manager")
+
+_OF_RANK = {
+    StrictHandling.RAISE_ALL: StrictHandling.RAISE_UNEXPECTED,
+    StrictHandling.LOG_ALL: StrictHandling.LOG_UNEXPECTED,
+    StrictHandling.RETURN_ALL: StrictHandling.RETURN_UNEXPECTED,
+}
+"""Which keys are missing is known from the requests of all ranks; each rank reads with the rest."""
+_NAMED = 1000  # ranks in a message
 
 
 class Loaded(NamedTuple):
@@ -134,14 +148,16 @@ class LocalRestore:
                     logger.warning("local step %d is skipped: %s", save.step, problem)
         return Loaded(None, changed=changed)
 
-    def clear(self, keep: Sequence[LocalSave]) -> None:
-        """Remove all others from the hosts. Collective."""
+    def clear(self, keep: Sequence[LocalSave], into: HostPieces | None = None) -> None:
+        """Remove all others from the hosts, and move these ``into`` another directory. Collective."""
         with group_over(self._process_group, self._timeout) as group:
             hosts = group.reduce_broadcast("hosts", lambda: self._host, list)
 
             def work() -> None:
                 if hosts.index(self._host) == group.rank:
                     self._pieces.clear(keep)
+                    if into is not None:
+                        os.rename(self._pieces.location, into.location)
 
             group.reduce_broadcast("clear", work, len)
 
@@ -162,9 +178,9 @@ class LocalRestore:
                     if group.is_coordinator:
                         where = f"{piece.name} on host {held.hosts[rank]!r}"
                         logger.warning("%s is damaged: %s", where, problem)
-        lost = [
-            rank for rank in range(save.size) if not held.holders(Piece(save, rank))
-        ]
+        # The size is that of a directory's name, which may be damaged as well.
+        absent = (r for r in range(save.size) if not held.holders(Piece(save, r)))
+        lost = list(islice(absent, _NAMED))
         if lost:
             return f"no host has the shards of {name_ranks(lost)} undamaged"
         return ""
@@ -179,21 +195,26 @@ class LocalRestore:
     ) -> tuple[Any, str]:
         """The loaded state of this rank, and why the load has failed on any rank, or ""."""
         try:
-            if save.size == group.size:
+            strict = parse_strict_flag(options["strict"])
+            if save.size == group.size and strict not in _OF_RANK:
                 self._fetch(group, save, held, [{rank} for rank in range(save.size)])
                 path = self._pieces.path(Piece(save, group.rank))
-                loaded = attempt(partial(self._read, path, state, options))
+                # A key that is not in this piece may be in another one.
+                own = {**options, "strict": StrictHandling.RAISE_UNEXPECTED}
+                loaded = attempt(partial(self._read, path, state, own))
                 problem = group.reduce_broadcast(
                     "load", partial(_error, loaded), _first
                 )
                 if not problem:
+                    if StrictHandling.requires_returning_mismatch_keys(strict):
+                        return (loaded.value, set(), set()), ""
                     return loaded.value, ""
                 if group.is_coordinator:
                     logger.info(
                         "local step %d is of another layout: %s", save.step, problem
                     )
-            return self._reshard(group, save, held, state, options), ""
-        except RankLost:
+            return self._reshard(group, save, held, state, options, strict), ""
+        except (RankLost, UntrustedClass, RefusedObject):
             raise
         except CheckpointingException as error:
             return None, f"it cannot be loaded: {error}"
@@ -205,6 +226,7 @@ class LocalRestore:
         held: Holdings,
         state: ShardedStateDict,
         options: Mapping[str, Any],
+        strict: StrictHandling,
     ) -> Any:
         """Load a state of another layout from all pieces."""
 
@@ -218,13 +240,20 @@ class LocalRestore:
 
         merged = group.reduce_broadcast("local tables", tables, merge)
 
-        def needed() -> set[int]:
-            strict, key_map = options["strict"], options["key_map"]
-            return merged.needed(state, group.rank, strict, key_map)
+        def needed() -> tuple[set[int], set[str]]:
+            return merged.needed(state, group.rank, strict, options["key_map"])
 
-        self._fetch(
-            group, save, held, group.reduce_broadcast("local plan", needed, list)
-        )
+        def plan(
+            answers: Sequence[tuple[set[int], set[str]]],
+        ) -> tuple[list[set[int]], set[str]]:
+            missing = set()
+            if strict in _OF_RANK:
+                names = [asked for _, asked in answers]
+                missing = find_missing(names, merged.manifest, strict)
+            return [ranks for ranks, _ in answers], missing
+
+        ranks, missing = group.reduce_broadcast("local plan", needed, plan)
+        self._fetch(group, save, held, ranks)
         is_first = held.hosts.index(self._host) == group.rank
 
         def write() -> None:
@@ -233,7 +262,8 @@ class LocalRestore:
 
         group.reduce_broadcast("local index", write, len)
         path = f"{self._pieces.location}/{save.folder}"
-        loaded = attempt(partial(self._read, path, state, options))
+        own = {**options, "strict": _OF_RANK.get(strict, strict)}
+        loaded = attempt(partial(self._read, path, state, own))
 
         def outcome() -> None:
             if loaded.error is not None:
@@ -244,6 +274,9 @@ class LocalRestore:
         finally:
             if is_first:
                 merged.remove(self._pieces)
+        if StrictHandling.requires_returning_mismatch_keys(strict):
+            found, _, unexpected = loaded.get()
+            return found, missing, unexpected
         return loaded.value
 
     def _read(

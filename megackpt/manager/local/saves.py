@@ -7,12 +7,13 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
 
 from megackpt import tree
+from megackpt.adapters.megatron import from_megatron
 from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Pending, Task
 from megackpt.distributed import (
     Group,
@@ -32,6 +33,7 @@ from megackpt.state import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    ShardedTensorFactory,
 )
 from megackpt.strategies import Strategy
 
@@ -84,6 +86,7 @@ class LocalSaves:
                 len({*hosts}),
             )
         self._hosts = hosts
+        self._are_hosts_checked = False
         # The first rank of a host removes what is no longer needed there.
         self._is_first = hosts.index(hosts[self._rank]) == self._rank
         # Complete on all ranks, the oldest first.
@@ -94,13 +97,27 @@ class LocalSaves:
         """Whether a local save is not finalized."""
         return self._queue.get_num_unfinalized_calls() > 0
 
-    def restored(self, save: LocalSave) -> None:
-        """The run continues from this save, the only one that is left."""
-        self._complete = [save]
+    @property
+    def failed(self) -> int:
+        """The number of saves that failed."""
+        return self._queue.failures.failed
 
-    def save(self, step: int, state: ShardedStateDict, asynchronous: bool) -> None:
+    def restored(self, kept: list[LocalSave], moved: HostPieces | None) -> None:
+        """Only these saves are left; they have ``moved`` to another directory, or not."""
+        self._complete = kept
+        if moved is not None:
+            self._pieces = moved
+
+    def save(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        asynchronous: bool,
+        options: Mapping[str, Any],
+    ) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
+        ``options``: those of ``megackpt.save`` that change what is stored.
         Raises StorageError if a host has no space for it.
         """
         if self.running:
@@ -126,6 +143,7 @@ class LocalSaves:
             process_group=SingleGroup(),
             timeout=self._timeout,
             validate_access_integrity=False,
+            **options,
         )
         begin: Callable[[], AsyncRequest | None] = write
         if asynchronous:
@@ -167,6 +185,9 @@ class LocalSaves:
 
         ``nbytes``: of this rank's shards.
         """
+        if not self._are_hosts_checked:
+            self._check_hosts(group)
+            self._are_hosts_checked = True
         kept = self._kept()
 
         def work() -> tuple[int, int, int]:
@@ -181,11 +202,44 @@ class LocalSaves:
                     f"the ranks save different steps: {sorted({*steps})}"
                 )
             self._check_room(needed, free, self._tier.generations - len(kept))
-            # Sorted by time, where a step is saved again.
-            unique = f"{time.time_ns():016x}{secrets.token_hex(4)}"
-            return LocalSave(step, unique, group.size)
+            # Saves of one step are sorted by their ids. The clock may have been set back.
+            last = int(self._complete[-1].id[:16], 16) if self._complete else 0
+            now = max(time.time_ns(), last + 1)
+            return LocalSave(step, f"{now:016x}{secrets.token_hex(4)}", group.size)
 
         return group.reduce_broadcast("local save", work, decide)
+
+    def _check_hosts(self, group: Group) -> None:
+        """Raise StorageError unless the ranks of each host, and no others, see one directory."""
+        prefix = group.broadcast("hosts", lambda: f".rank-{secrets.token_hex(8)}-")
+        mark = partial(self._pieces.mark, f"{prefix}{group.rank}")
+        group.reduce_broadcast("mark hosts", mark, len)
+
+        def compare(seen: Sequence[set[str]]) -> None:
+            there: dict[str, set[str]] = {}
+            for rank, host in enumerate(self._hosts):
+                there.setdefault(host, set()).add(f"{prefix}{rank}")
+            for rank, host in enumerate(self._hosts):
+                others = [int(m.split("-")[-1]) for m in seen[rank] ^ there[host]]
+                if not others:
+                    continue
+                other = self._hosts[min(others)]
+                text = (
+                    f"{self._pieces.location} is shared by the hosts {host!r} and {other!r}, and "
+                    "local checkpoints need a directory of each host alone, such as one below "
+                    "/dev/shm"
+                )
+                if other == host:
+                    text = (
+                        f"{self._pieces.location}: ranks {rank} and {min(others)} are both on host "
+                        f"{host!r}, and see different directories there. Give each host or "
+                        "container another name: LocalTier(host=...)"
+                    )
+                raise StorageError(text)
+
+        group.reduce_broadcast(
+            "see hosts", partial(self._pieces.marks, prefix), compare
+        )
 
     def _check_room(
         self, needed: Sequence[int], free: Sequence[int], generations: int
@@ -255,18 +309,28 @@ class LocalSaves:
 
 
 def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
-    """The state of this rank as that of a job of one rank: each shard is the main replica."""
+    """The state of this rank as that of a job of one rank: each shard is the main replica.
+
+    That includes Megatron's own shards, and those that factories build.
+    """
     seen = Counter[Hashable]()
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, ShardedBase):
-            return leaf
-        place: Hashable = id(leaf)
-        if isinstance(leaf, (ShardedTensor, ShardedObject)):
-            place = leaf.key, tuple(leaf.global_offset)
-        leaf = copy.copy(leaf)
-        leaf.replica_id = seen[place]  # a rank may hold a shard twice
-        seen[place] += 1
+        leaf = from_megatron(leaf)
+        if isinstance(leaf, ShardedTensorFactory):
+            build_fn = leaf.build_fn
+            leaf = copy.copy(leaf)
+            leaf.build_fn = lambda *args: tree.dict_list_map_outplace(
+                own, build_fn(*args)
+            )
+        elif isinstance(leaf, (ShardedTensor, ShardedObject)):
+            place: list[Hashable] = [leaf.key, tuple(leaf.global_offset)]
+            if isinstance(leaf, ShardedTensor):
+                place += [tuple(leaf.local_shape), str(leaf.flattened_range)]
+            leaf = copy.copy(leaf)
+            # A rank may hold a shard twice.
+            leaf.replica_id = seen[tuple(place)]
+            seen[tuple(place)] += 1
         return leaf
 
     result: ShardedStateDict = tree.dict_list_map_outplace(own, state)
