@@ -199,7 +199,7 @@ def test_a_refusal_is_no_damage(
         assert os.strerror(number) in report.unread[0]
         assert "could not be read" in str(report)
         assert main(["verify", str(step)]) == 6
-        assert main(["diff", str(step), str(run / "iter_0000001")]) == 6
+        assert main(["diff", "--read", str(step), str(run / "iter_0000001")]) == 6
         assert (
             main(["convert", str(step), str(tmp_path / "new"), "--to", "torch_dist"])
             == 6
