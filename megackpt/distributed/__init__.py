@@ -15,6 +15,7 @@ from megackpt.distributed.process_group import (
     GroupLike as GroupLike,
     another_group as another_group,
     domain_of as domain_of,
+    give_back as give_back,
     group_over as group_over,
 )
 from megackpt.distributed.streams import Stream as Stream

@@ -65,6 +65,7 @@ _MARGIN = 30.0  # seconds; a step bounds its own time, so this is the last resor
 
 _ALONE = SingleGroup()
 _known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
+_spare: WeakKeyDictionary[Any, list[GroupLike]] = WeakKeyDictionary()
 _finding = threading.Lock()
 
 
@@ -124,7 +125,7 @@ def group_over(
 def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
     """Over the same ranks, for a thread that works beside the others. Collective.
 
-    A ``Group`` is returned as it is.
+    A ``Group`` is returned as it is. ``give_back`` keeps the others for the next call.
     """
     distributed = sys.modules.get("torch.distributed")
     if isinstance(process_group, Group) or distributed is None:
@@ -132,11 +133,26 @@ def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
     if not (distributed.is_available() and distributed.is_initialized()):
         return process_group
     over = distributed.group.WORLD if process_group is None else process_group
+    if spare := _spare.get(over):
+        return spare.pop()
     ranks = distributed.get_process_group_ranks(over)
     made: dist.ProcessGroup = distributed.new_group(
         ranks, timeout, backend="gloo", use_local_synchronization=True
     )
     return made
+
+
+def give_back(made: GroupLike, process_group: GroupLike) -> None:
+    """Keep what ``another_group`` has returned, for its next call. All ranks, in the same order.
+
+    torch cannot make a group of the same name again after one was destroyed.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if made is process_group or distributed is None:
+        return
+    over = process_group or distributed.group.WORLD
+    if over is not None:
+        _spare.setdefault(over, []).append(made)
 
 
 def domain_of(

@@ -128,6 +128,32 @@ def test_what_factories_build_is_in_the_pieces(tmp_path: Path) -> None:
     assert ThreadedGroup.run(2, rank) == [[5.0] * 8, [6.0] * 8]
 
 
+def test_ranks_without_an_element_of_a_tensor(tmp_path: Path) -> None:
+    """As FSDP2 shards few rows over many ranks."""
+    job = two_hosts(tmp_path)
+
+    def rank(group: ThreadedGroup) -> list[float]:
+        rows = 3 * (1 - group.rank)
+
+        def shard(value: float) -> dict[str, Any]:
+            own = torch.full((rows, 2), value)
+            place = (3 - rows, 0)
+            held = ShardedTensor(
+                "w", own, torch.float32, tuple(own.shape), (3, 2), place, None
+            )
+            return {"w": held, "step": int(value)}
+
+        with job.manager(group) as manager:
+            assert manager.should_save(11)
+            manager.save(11, shard(5.0))
+            found = manager.restore(shard(-1.0))
+        assert found is not None
+        assert (found.source, found.state["step"]) == ("local", 5)
+        return found.state["w"].flatten().tolist()
+
+    assert ThreadedGroup.run(2, rank) == [[5.0] * 6, []]
+
+
 def test_replicas_of_megatrons_class_are_in_the_pieces() -> None:
     theirs = type("ShardedTensor", (ShardedTensor,), {})
     theirs.__module__ = "megatron.core.dist_checkpointing.mapping"

@@ -24,7 +24,7 @@ def state(step: int, size: int = 1 << 18) -> dict[str, Any]:
 
 
 def manager(folder: str, **options: Any) -> CheckpointManager:
-    host = f"host{dist.get_rank() // 2}"
+    host = f"host{dist.get_rank() * 2 // dist.get_world_size()}"
     local = LocalTier(f"{folder}/{host}", every=1, host=host)
     return CheckpointManager(f"{folder}/run", local=local, save_interval=10, **options)
 
@@ -82,3 +82,18 @@ def test_a_rank_that_ends_during_a_save(ranks: Any, tmp_path: Path) -> None:
     ranks(end_early, RANKS, tmp_path, check=False)
     shutil.rmtree(tmp_path / "host1")
     ranks(restore, RANKS, tmp_path, 12)
+
+
+def make_managers(folder: str) -> None:
+    """One after the other. Each sends copies over connections of its own."""
+    opened = []
+    for step in range(11, 15):
+        with manager(folder, asynchronous=True) as checkpoints:
+            assert checkpoints.should_save(step)
+            checkpoints.save(step, state(step, 8))
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[-1] == opened[0]
+
+
+def test_connections_for_copies_are_used_again(ranks: Any, tmp_path: Path) -> None:
+    ranks(make_managers, 2, tmp_path)

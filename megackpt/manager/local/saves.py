@@ -22,13 +22,16 @@ from megackpt.distributed import (
     Stream,
     another_group,
     attempt,
+    give_back,
     group_over,
 )
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
+from megackpt.loader.row_reader import destination
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, PieceFiles
 from megackpt.manager.local.tier import LocalTier
 from megackpt.saver import save
 from megackpt.state import (
+    LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedStateDict,
@@ -73,7 +76,8 @@ class LocalSaves:
             on_error=on_error,
             max_failures=max_failures,
         )
-        self._copies_group = another_group(process_group, timeout)
+        self._copies_group: GroupLike = None
+        self._has_copies_group = False
         with self._group() as group:
             hosts = group.reduce_broadcast("hosts", lambda: tier.hostname, list)
         self._rank = group.rank
@@ -123,6 +127,9 @@ class LocalSaves:
         if self.running:
             logger.info("step %d waits for the local save before it", step)
             self.poll(blocking=True)
+        if not self._has_copies_group:
+            self._copies_group = another_group(self._process_group, self._timeout)
+            self._has_copies_group = True
         own = as_one_rank(state)
         with self._group() as group:
             try:
@@ -172,6 +179,9 @@ class LocalSaves:
     def close(self, abort: bool = False) -> None:
         """Finalize the running save (collective), or drop it (not collective)."""
         self._queue.close(abort)
+        if self._has_copies_group and not abort:
+            give_back(self._copies_group, self._process_group)
+            self._has_copies_group = False
 
     def _kept(self) -> list[LocalSave]:
         """The steps that stay while the next one is written."""
@@ -323,6 +333,9 @@ def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
             leaf.build_fn = lambda *args: tree.dict_list_map_outplace(
                 own, build_fn(*args)
             )
+        elif isinstance(leaf, ShardedTensor) and _is_empty(leaf):
+            # Of the tensor this rank has nothing to save, and on load nothing to read.
+            leaf = LocalNonpersistentObject(destination(leaf))
         elif isinstance(leaf, (ShardedTensor, ShardedObject)):
             place: list[Hashable] = [leaf.key, tuple(leaf.global_offset)]
             if isinstance(leaf, ShardedTensor):
@@ -335,6 +348,11 @@ def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
 
     result: ShardedStateDict = tree.dict_list_map_outplace(own, state)
     return result
+
+
+def _is_empty(shard: ShardedTensor) -> bool:
+    """Whether it has no element of a tensor that has some: as where few rows are on many ranks."""
+    return 0 in shard.local_shape and 0 not in shard.global_shape
 
 
 def nbytes_of(state: ShardedStateDict) -> int:
