@@ -28,6 +28,7 @@ from megackpt.manager.latest_step import (
     is_new_run,
 )
 from megackpt.manager.local.checkpoints import LocalCheckpoints
+from megackpt.manager.local.restore import Loaded
 from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import Restored, Step, step_number
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
@@ -69,57 +70,51 @@ class Restorer:
     ) -> Restored | None:
         """See ``CheckpointManager.restore``. ``options``: those of ``megackpt.load``."""
         wanted = self._agree_on_step(step)
-        if self._local is None:
-            return self._from_storage(state_dict, wanted, options, finite)
-        lowest = wanted
-        if lowest is None:
-            lowest = self.on_coordinator(lambda _: self._newest(finite))
-        loaded = self._local.restore(state_dict, lowest, wanted, options, finite)
+        if wanted is None:
+            return self._restore_newest(state_dict, options, finite)
+        loaded = self._from_hosts(state_dict, wanted, wanted, options, finite)
         if loaded.save is not None:
-            return Restored(loaded.save.step, loaded.state, (), "local")
+            return Restored(wanted, loaded.state, (), "local")
         if loaded.changed:
             options = _requiring_all_keys(options)
-        restored = self._from_storage(state_dict, wanted, options, finite)
-        if restored is None and loaded.changed:
-            raise CorruptCheckpoint(
-                f"no local step of {self._retention.root} can be loaded (the log says why), there "
-                "is none in the storage, and tensors have been changed"
-            )
-        self._local.forget()
+        found = self.on_coordinator(lambda _: self._find_step(wanted))
+        restored = Restored(wanted, self._load(state_dict, found, options), ())
+        self._forget_local()
         return restored
 
-    def _newest(self, finite: bool) -> int:
-        """The newest step in the storage; -1 if there is none."""
-        found = find_latest(self._retention, lambda _: None, finite=finite)[0]
-        if found is None or found.step is None:
-            return -1
-        return found.step
-
-    def _from_storage(
-        self,
-        state_dict: ShardedStateDict,
-        wanted: int | None,
-        options: dict[str, Any],
-        finite: bool,
+    def _restore_newest(
+        self, state_dict: ShardedStateDict, options: dict[str, Any], finite: bool
     ) -> Restored | None:
-        if wanted is not None:
-            found = self.on_coordinator(lambda _: self._find_step(wanted))
-            return Restored(wanted, self._load(state_dict, found, options), ())
         # Damage that was found by earlier calls does not count: reading may have failed once.
         damaged: dict[str, str] = {}
         replaced = 0
+        changed = False
 
-        def find(_: Advance) -> tuple[Found, bool]:
+        def find(_: Advance) -> Found:
             retention = self._retention
-            found = find_latest(retention, lambda s: damaged.get(s.name), finite=finite)
-            return found, found[0] is None and is_new_run(retention.root, found[1])
+            return find_latest(retention, lambda s: damaged.get(s.name), finite=finite)
 
         while True:
-            (latest, skipped), is_new = self.on_coordinator(find)
-            if is_new:
-                return None
+            latest, skipped = self.on_coordinator(find)
+            lowest = -1
+            if latest is not None and latest.step is not None:
+                lowest = latest.step
+            loaded = self._from_hosts(state_dict, lowest, None, options, finite)
+            if loaded.save is not None:
+                return Restored(loaded.save.step, loaded.state, skipped, "local")
+            if loaded.changed:
+                changed = True
+                options = _requiring_all_keys(options)
             if latest is None or latest.step is None:
-                continue
+                if not self.on_coordinator(partial(self._is_new, skipped)):
+                    continue
+                if changed:
+                    raise CorruptCheckpoint(
+                        f"no local step of {self._retention.root} can be loaded (the log says "
+                        "why), there is none in the storage, and tensors have been changed"
+                    )
+                self._forget_local()
+                return None
             try:
                 state = self._load(state_dict, latest, options)
             except CheckpointReplaced:
@@ -135,7 +130,28 @@ class Restorer:
                 damaged[latest.name] = str(error)
                 options = _requiring_all_keys(options)
                 continue
+            self._forget_local()
             return Restored(latest.step, state, skipped)
+
+    def _from_hosts(
+        self,
+        state_dict: ShardedStateDict,
+        lowest: int,
+        highest: int | None,
+        options: dict[str, Any],
+        finite: bool,
+    ) -> Loaded:
+        if self._local is None:
+            return Loaded(None)
+        return self._local.restore(state_dict, lowest, highest, options, finite)
+
+    def _forget_local(self) -> None:
+        """The run continues from a step in the storage."""
+        if self._local is not None:
+            self._local.forget()
+
+    def _is_new(self, skipped: tuple[Step, ...], _: Advance) -> bool:
+        return is_new_run(self._retention.root, skipped)
 
     def on_coordinator(self, work: Work[T]) -> T:
         """The result of rank 0, on all ranks. StorageError if its storage does not answer."""

@@ -212,6 +212,19 @@ def test_a_newer_step_in_the_storage_wins(job: Job) -> None:
     assert job.pieces(0) == []
 
 
+def test_a_damaged_step_in_the_storage_does_not_hide_older_local_ones(job: Job) -> None:
+    """Its damage is found when it is read. The local step is newer than the one before it."""
+    job.options["every"] = 4
+    job.train(10, 12, 16, 20)
+    job.options["every"] = 1000
+    job.train(20)
+    (damaged,) = (job.folder / "run" / "iter_0000020").glob("__0_*.distcp")
+    flip(damaged, 8 * (damaged.stat().st_size // 2))
+    for piece in (job.folder / "hosts").glob("*/*/step_20_*"):
+        shutil.rmtree(piece)
+    assert job.restore() == (16, "local")
+
+
 def test_a_run_that_starts_again_does_not_find_the_steps_of_the_one_before(
     job: Job,
 ) -> None:
