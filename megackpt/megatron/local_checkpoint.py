@@ -26,6 +26,7 @@ from megackpt.loader.comparison import (
     find_missing,
 )
 from megackpt.megatron.shard_distribution import (
+    EXCHANGES,
     ShardDistribution,
     determine_main_replica_uniform_distribution,
     receive_lacking,
@@ -65,6 +66,7 @@ else:
         TensorAwareStateDict = object
 
 PARALLEL = "fully_parallel"
+ALGORITHMS = ("atomic", PARALLEL)
 CONTENT_METADATA = "content_metadata"
 Sent = tuple[Declarations, Declarations, set[str]]
 """What rank 0 gets: the shards that are held, those asked for, and the names of these."""
@@ -112,11 +114,11 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises ShardingError and CoverageError as a save does, NotImplementedError for another
         ``algo``.
         """
-        is_parallel = _is_parallel(algo)
         rank, size = messages.rank_and_size(parallelization_group)
-        is_parallel &= size > 1
+        is_parallel = algo == PARALLEL and size > 1
 
         def made() -> tuple[Extracted, Declarations]:
+            _check_name("algo", algo, ALGORITHMS)
             extracted = extract(sharded_state_dict, from_megatron)
             return extracted, declare(extracted.shards, rank=group.rank, saving=True)
 
@@ -187,9 +189,10 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 "return_all". Keys that no rank asks for are the same on all ranks.
 
         Raises MismatchError for keys, shapes or boxes that differ; CheckpointingException if no
-        rank of the group keeps a tensor; NotImplementedError for another ``algo``.
+        rank of the group keeps a tensor; NotImplementedError for another ``algo`` or
+        ``exchange_algo``, which all ranks must give alike.
         """
-        is_parallel = _is_parallel(algo)
+        is_parallel = algo == PARALLEL
         flag = parse_strict_flag(strict)
         if not sharded_state_dict:
             self._expect(hollow=False)
@@ -204,6 +207,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         leaves = list(tree.nested_values(self.sharded_state_dict))
 
         def compare() -> tuple[Comparison, Sent]:
+            # Here, as the other ranks would wait for one that raised before.
+            _check_name("algo", algo, ALGORITHMS)
+            _check_name("exchange_algo", exchange_algo, EXCHANGES)
             self._expect(hollow=False)
             held = declare(leaves, rank=group.rank)
             compared = Comparison.of(request, _manifest([held]), group.rank)
@@ -407,10 +413,10 @@ def _check_boxes(
         )
 
 
-def _is_parallel(algo: str) -> bool:
-    if algo not in ("atomic", PARALLEL):
-        raise NotImplementedError(f"algo is 'atomic' or {PARALLEL!r}, not {algo!r}")
-    return algo == PARALLEL
+def _check_name(option: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        names = " or ".join(map(repr, known))
+        raise NotImplementedError(f"{option} is {names}, not {value!r}")
 
 
 def _check(parts: Sequence[Declarations]) -> None:

@@ -36,7 +36,7 @@ load_common = loader.load_common_state_dict
 
 
 def _legacy_common_state_exists(checkpoint_dir: Directory) -> bool:
-    """Whether the common state is a file of its own, as megackpt and Megatron up to 0.18 write it."""
+    """Whether the common state is a file of its own, as Megatron up to 0.18 and we write it."""
     try:
         storage = root_at(checkpoint_dir)
     except (FileNotFoundError, NotADirectoryError):

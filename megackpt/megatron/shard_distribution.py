@@ -183,6 +183,14 @@ def exchange_loaded_tensors_gather_object(
     return result
 
 
+EXCHANGES = {
+    "broadcast": exchange_loaded_tensors_broadcast,
+    "gather_rounds": exchange_loaded_tensors_gather_rounds,
+    "gather_object": exchange_loaded_tensors_gather_object,
+}
+"""The exchanges of ``exchange_by_distribution``, by name."""
+
+
 def exchange_loaded_objects_gather_object(loaded_objects: Any) -> dict[Any, Any]:
     """What all ranks have loaded. Collective over all ranks.
 
@@ -199,14 +207,9 @@ def exchange_by_distribution(
     exchange_algo: Literal["broadcast", "gather_rounds", "gather_object"] = "broadcast",
 ) -> Tensors:
     """One of the three exchanges, by name. NotImplementedError for another name."""
-    algorithms = {
-        "broadcast": exchange_loaded_tensors_broadcast,
-        "gather_rounds": exchange_loaded_tensors_gather_rounds,
-        "gather_object": exchange_loaded_tensors_gather_object,
-    }
-    if exchange_algo not in algorithms:
+    if exchange_algo not in EXCHANGES:
         raise NotImplementedError(f"Unrecognized gather algorithm: {exchange_algo}")
-    run = algorithms[exchange_algo]
+    run = EXCHANGES[exchange_algo]
     return run(
         loaded_tensors, unloaded_shards, shard_distribution, parallelization_group
     )

@@ -211,6 +211,11 @@ def refused_together() -> None:
         made.to_state_dict(sharded(4, 1 - rank, 2))
     with pytest.raises(megackpt.MismatchError, match="parallelism of its save"):
         made.to_state_dict(sharded(8, 0, 1), validate_access_integrity=False)
+    algo, exchange = ("other", "gossip") if rank == 1 else ("atomic", "broadcast")
+    with pytest.raises(CheckpointingException, match="rank 1: .*not 'other'"):
+        MCoreTensorAwareStateDict.from_state_dict(sharded(4, rank, 2), algo)
+    with pytest.raises(CheckpointingException, match="rank 1: .*not 'gossip'"):
+        made.to_state_dict(sharded(4, rank, 2), "fully_parallel", exchange)
     if rank == 1:
         made.pop_tensors()
     with pytest.raises(CheckpointingException, match=r"rank 1.*is hollow"):
