@@ -232,12 +232,11 @@ class _Side:
         """The digests of all blocks of each chunk. Raises CorruptCheckpoint for holes."""
         chunks, meta = self.manifest.chunks, self.meta(key)
         found = {}
-        volume = 0
         for row in self._parts.rows(self.numbers[key]).tolist():
             box = chunks.boxes.row(row, len(meta.shape))
-            volume += box.volume
             blocks = self.manifest.chunk(row).digests
             found[box] = blocks.tobytes()
+        volume = sum(box.volume for box in found)
         # Where B has holes or overlaps, reading the boxes of A from it fails.
         if volume != math.prod(meta.shape) and not meta.is_object:
             raise CorruptCheckpoint(

@@ -17,7 +17,8 @@ from hypothesis import given, settings, strategies as st
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
-from megackpt.checkpoint import open_checkpoint
+from megackpt.checkpoint import INDEX, open_checkpoint
+from megackpt.checkpoint.index import decode_index, encode_index
 from megackpt.checkpoint.regions import Regions
 from megackpt.cli import compare as module
 from megackpt.cli.compare import (
@@ -113,6 +114,22 @@ def test_digests_decide_without_the_data(
     for options in ({"read": True}, {"tolerance": Tolerance(1.0)}):
         with pytest.raises(megackpt.CorruptCheckpoint):
             found(*sides, **{"read": False, **options})
+
+
+def test_a_chunk_twice_does_not_fill_a_hole(tmp_path: Path) -> None:
+    """Neither where both sides have it, whose digests are then equal."""
+    for name in "ab":
+        path = saved(tmp_path, name, {"w": cut("w", torch.arange(8.0), 2)}) / INDEX
+        manifest, small = decode_index(path.read_bytes())
+        rows = np.arange(len(manifest.chunks))
+        first, second = np.flatnonzero(
+            manifest.chunks.tensor == manifest.numbers()["w"]
+        )
+        rows[second] = first
+        forged = replace(manifest, chunks=manifest.chunks.take(rows))
+        path.write_bytes(encode_index(forged, small))
+    with pytest.raises(megackpt.CorruptCheckpoint, match="hold 4 elements"):
+        found(tmp_path / "a", tmp_path / "b", read=False)
 
 
 def test_what_digests_do_not_decide_is_read(tmp_path: Path) -> None:
