@@ -84,8 +84,8 @@ class StatefulObjects:
             close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE)
             if isinstance(value, dict) and close:
                 raise TypeError(
-                    f"{name}={{...}} would be an object with this name, and {close[0]} is an option "
-                    f"of {_DICT_OPTIONS[close[0]]}: correct it, or choose a name less like it"
+                    f"{name}={{...}} would be an object with this name, and {close[0]} is an "
+                    f"option of {_DICT_OPTIONS[close[0]]}: correct it, or choose a name less like it"
                 )
         self._objects = dict(objects)
         self._among = None

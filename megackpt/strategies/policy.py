@@ -47,9 +47,9 @@ class Strategy:
     complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, others in each save, and
     small shards always; "off": none. With ``audit_every`` n, every n-th save of a state does so,
     its first one in each process included; the others compare only small shards (those of a rank
-    that are together at most 1 MiB). ``audit_exclude`` has patterns of keys that are not compared. If values
-    differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and saves.
-    Rank 0's settings count. Hashing takes place before ``save`` returns.
+    that are together at most 1 MiB). ``audit_exclude`` has patterns of keys that are not compared.
+    If values differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and
+    saves. Rank 0's settings count. Hashing takes place before ``save`` returns.
 
     ``check_values`` "note" counts the NaN and infinite elements of each tensor before ``save``
     returns, notes them in the index with the largest magnitude of the others, and warns; "raise"
