@@ -212,9 +212,9 @@ def refused_together() -> None:
     with pytest.raises(megackpt.MismatchError, match="parallelism of its save"):
         made.to_state_dict(sharded(8, 0, 1), validate_access_integrity=False)
     algo, exchange = ("other", "gossip") if rank == 1 else ("atomic", "broadcast")
-    with pytest.raises(CheckpointingException, match="rank 1: .*not 'other'"):
+    with pytest.raises(CheckpointingException, match=r"rank 1: .*not 'other'"):
         MCoreTensorAwareStateDict.from_state_dict(sharded(4, rank, 2), algo)
-    with pytest.raises(CheckpointingException, match="rank 1: .*not 'gossip'"):
+    with pytest.raises(CheckpointingException, match=r"rank 1: .*not 'gossip'"):
         made.to_state_dict(sharded(4, rank, 2), "fully_parallel", exchange)
     if rank == 1:
         made.pop_tensors()
