@@ -111,7 +111,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             cached_metadata: what an earlier call returned. If it fits on all ranks, the
                 declarations are not checked and distributed again.
 
-        Raises ShardingError and CoverageError as a save does, NotImplementedError for another
+        Raises ShardingError and CoverageError as a save does, CheckpointingException for another
         ``algo``.
         """
         rank, size = messages.rank_and_size(parallelization_group)
@@ -189,8 +189,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 "return_all". Keys that no rank asks for are the same on all ranks.
 
         Raises MismatchError for keys, shapes or boxes that differ; CheckpointingException if no
-        rank of the group keeps a tensor; NotImplementedError for another ``algo`` or
-        ``exchange_algo``, which all ranks must give alike.
+        rank of the group keeps a tensor, and for another ``algo`` or ``exchange_algo``.
         """
         is_parallel = algo == PARALLEL
         flag = parse_strict_flag(strict)
@@ -416,7 +415,7 @@ def _check_boxes(
 def _check_name(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         names = " or ".join(map(repr, known))
-        raise NotImplementedError(f"{option} is {names}, not {value!r}")
+        raise CheckpointingException(f"{option} is {names}, not {value!r}")
 
 
 def _check(parts: Sequence[Declarations]) -> None:
