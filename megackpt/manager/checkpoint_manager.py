@@ -24,7 +24,7 @@ from megackpt.distributed import (
     attempt,
     group_over,
 )
-from megackpt.errors import CheckpointingException, NotACheckpoint
+from megackpt.errors import CheckpointingException, NotACheckpoint, RankLost
 from megackpt.loader import KeyMap
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
@@ -201,18 +201,23 @@ class CheckpointManager(SaveDecisions):
             asynchronous = self._worker is not None
         with StatefulObjects(objects, self._process_group) as stateful:
             state = stateful.declare(sharded_state_dict)
+            local = Attempt[None](None)
             if self._local is not None:
-                self._local.save(
+                write = partial(
+                    self._local.save,
                     step,
                     state,
                     asynchronous,
                     content_metadata=content_metadata,
                     allow_large_common_state=allow_large_common_state,
                 )
+                # An error on the hosts is raised after the save in the storage.
+                local = attempt(write)
                 is_only_local = self._only_local == step
                 # Who saves the step again, without asking, wants it in the storage.
                 self._only_local = None
-                if is_only_local:
+                if is_only_local or isinstance(local.error, RankLost):
+                    local.get()
                     return None
             if step in self._in_flight:
                 self._queue.maybe_finalize_async_calls(blocking=True)
@@ -244,6 +249,7 @@ class CheckpointManager(SaveDecisions):
             except CheckpointingException as error:
                 if not self._queue.failures.tolerates(error, path, is_coordinator):
                     raise
+                local.get()
                 return None
         if request is None:
             self._queue.failures.succeeded()
@@ -253,6 +259,7 @@ class CheckpointManager(SaveDecisions):
             request.add_finalize_fn(partial(self._finalized_steps.append, step))
             self._in_flight.add(step)
             self._queue.schedule_async_request(request)
+        local.get()
         return request
 
     def poll(self) -> list[int]:

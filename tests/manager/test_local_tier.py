@@ -261,6 +261,10 @@ def test_a_host_without_room(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     need = "'host0' has 3,145,728 bytes free, and local checkpoints need 8,3.* more: 2 generations"
     with pytest.raises(StorageError, match=need):
         job.train(11)
+    with pytest.raises(StorageError, match=need):
+        job.train(20)  # due in the storage, too
+    assert (job.folder / "run" / "iter_0000020" / "metadata.json").exists()
+    shutil.rmtree(job.folder / "run")
     job.train(10, 11, on_error="warn")
     assert job.restore() == (10, "storage")
 

@@ -78,10 +78,15 @@ class LocalSaves:
         )
         self._copies_group: GroupLike = None
         self._has_copies_group = False
+
+        def place(hosts: list[str]) -> tuple[list[str], list[list[int]]]:
+            return hosts, tier.targets(hosts)
+
         with self._group() as group:
-            hosts = group.reduce_broadcast("hosts", lambda: tier.hostname, list)
+            hosts, self._targets = group.reduce_broadcast(
+                "hosts", lambda: tier.hostname, place
+            )
         self._rank = group.rank
-        self._targets = tier.targets(hosts)
         if tier.copies and len({*hosts}) <= tier.copies and not group.rank:
             logger.warning(
                 "local checkpoints have %d copies, %d were asked for: the ranks are on %d hosts",

@@ -25,8 +25,8 @@ class LocalTier:
             needs room for ``generations`` x (1 + ``copies``) x the bytes of this host's ranks.
         host: the name of this host (None: that of the system).
         place_copies: a function that takes a rank and the hosts of all ranks, and returns the
-            ranks that get its copies: ``copies`` of them, none on its own host. It must return
-            the same on all ranks. None: see ``next_hosts``.
+            ranks that get its copies: ``copies`` of them, none on its own host. Rank 0 calls it.
+            None: see ``next_hosts``.
     """
 
     path: str | os.PathLike[str]
