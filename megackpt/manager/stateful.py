@@ -85,7 +85,8 @@ class StatefulObjects:
             if isinstance(value, dict) and close:
                 raise TypeError(
                     f"{name}={{...}} would be an object with this name, and {close[0]} is an "
-                    f"option of {_DICT_OPTIONS[close[0]]}: correct it, or choose a name less like it"
+                    f"option of {_DICT_OPTIONS[close[0]]}: correct it, or choose a name that is "
+                    "less like it"
                 )
         self._objects = dict(objects)
         self._among = None

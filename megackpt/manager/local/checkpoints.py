@@ -1,4 +1,4 @@
-"""The local checkpoints of one run: saves, restores, and which directory of the hosts is the run's."""
+"""The local checkpoints of one run: saves, restores, and the directory of the run on each host."""
 
 from __future__ import annotations
 

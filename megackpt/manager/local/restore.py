@@ -149,7 +149,7 @@ class LocalRestore:
         return Loaded(None, changed=changed)
 
     def clear(self, keep: Sequence[LocalSave], into: HostPieces | None = None) -> None:
-        """Remove all others from the hosts, and move these ``into`` another directory. Collective."""
+        """Remove all others from the hosts. Collective. ``into``: move these to another directory."""
         with group_over(self._process_group, self._timeout) as group:
             hosts = group.reduce_broadcast("hosts", lambda: self._host, list)
 
@@ -297,7 +297,7 @@ class LocalRestore:
         held: Holdings,
         needed: Sequence[Collection[int]],
     ) -> None:
-        """Send each host the pieces that it lacks. ``needed``: the ranks whose pieces each reads."""
+        """Send each host the pieces that it lacks. ``needed``: the pieces that each rank reads."""
         holders = {rank: held.holders(Piece(save, rank)) for rank in range(save.size)}
         rounds = transfers(needed, held.hosts, holders)
         for turn in rounds:

@@ -268,8 +268,8 @@ class LocalSaves:
             available = free[self._hosts.index(host)]
             if available < nbytes:
                 raise StorageError(
-                    f"{self._pieces.location} on host {host!r} has {available:,} bytes free, and local "
-                    f"checkpoints need {nbytes:,} more: {self._tier.generations} generations of "
+                    f"{self._pieces.location} on host {host!r} has {available:,} bytes free, and "
+                    f"local checkpoints need {nbytes:,} more: {self._tier.generations} generations of "
                     "what its ranks hold and of copies for other hosts. Make the tmpfs larger "
                     "(mount -o remount,size=..., docker run --shm-size=...), or have fewer copies"
                 )
