@@ -118,22 +118,23 @@ class CheckpointManager(SaveDecisions):
         rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
         self._retention = Retention(self.root, self._naming, rules)
         self._strategy = rules.refuse_unindexed(strategy)
-        self._local = None
-        if local is not None:
-            options = process_group, timeout, on_error, max_failures
-            self._local = LocalCheckpoints(local, self.root, strategy, *options)
-        self._restorer = Restorer(self._retention, process_group, timeout, self._local)
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
         self._timeout = timeout
-        self._queue = AsyncCallsQueue(
-            self._worker == "process",
+        queue = partial(
+            AsyncCallsQueue,
             process_group=process_group,
             timeout=timeout,
             on_error=on_error,
             max_failures=max_failures,
-            staging_bytes=staging_bytes,
         )
+        self._queue = queue(self._worker == "process", staging_bytes=staging_bytes)
+        self._local = None
+        if local is not None:
+            self._local = LocalCheckpoints(
+                local, self.root, strategy, process_group, timeout, queue()
+            )
+        self._restorer = Restorer(self._retention, process_group, timeout, self._local)
         self._finalized_steps: list[int] = []
         # Steps that are being saved, including failed saves; the same on all ranks.
         self._in_flight: set[int] = set()

@@ -125,12 +125,7 @@ class FileSystemWriterAsync(dcp.FileSystemWriterAsync):
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
-        """``(function, preload, args)``; (None, None, []) where this rank writes nothing.
-
-        ``preload()`` copies the tensors to the host; put its result into ``args[1]``. From then on
-        the tensors may be changed. ``function(*args)`` writes, in any thread of this process. Its
-        errors are raised by ``save_state_dict_async_finalize``, on all ranks.
-        """
+        """As the writer of ``megackpt.dcp``; ``function`` writes the buckets."""
         prepared = self._get_prepared()
         if not self.write_buckets:
             return None, None, []

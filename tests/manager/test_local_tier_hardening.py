@@ -279,7 +279,7 @@ def test_a_local_save_that_fails_at_the_end(
     def fail(*_: Any) -> None:
         raise StorageError("no space is left")
 
-    monkeypatch.setattr(HostPieces, "describe", fail)
+    monkeypatch.setattr(HostPieces, "clear", fail)
 
     def rank(group: ThreadedGroup) -> int:
         manager = job.manager(group, asynchronous=True)

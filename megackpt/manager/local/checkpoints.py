@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
+from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
 from megackpt.errors import StorageError
 from megackpt.manager.local.pieces import HostPieces, LocalSave
@@ -33,7 +34,7 @@ class LocalCheckpoints:
         tier: the settings.
         root: the directory or URL of the run.
         strategy: of the saves in the storage. The local ones are in the format torch_dist.
-        others: as for ``CheckpointManager``.
+        queue: of the local saves alone.
     """
 
     def __init__(
@@ -43,8 +44,7 @@ class LocalCheckpoints:
         strategy: StrategyLike,
         process_group: GroupLike,
         timeout: timedelta,
-        on_error: Literal["raise", "warn"],
-        max_failures: int,
+        queue: AsyncCallsQueue,
     ) -> None:
         self._tier = tier
         self._root = root
@@ -56,14 +56,13 @@ class LocalCheckpoints:
         )
         self._process_group = process_group
         self._timeout = timeout
-        self._on_error = on_error
-        self._max_failures = max_failures
+        self._queue = queue
         self._saves: LocalSaves | None = None
 
     @property
     def failed_saves(self) -> int:
         """The number of local saves that failed."""
-        return 0 if self._saves is None else self._saves.failed
+        return self._queue.failures.failed
 
     def save(
         self, step: int, state: ShardedStateDict, asynchronous: bool, **options: Any
@@ -141,8 +140,7 @@ class LocalCheckpoints:
                 self._strategy,
                 self._process_group,
                 self._timeout,
-                self._on_error,
-                self._max_failures,
+                self._queue,
             )
         return self._saves
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megackpt.checkpoint import INDEX, open_checkpoint, verify
-from megackpt.distributed import Stream
+from megackpt.distributed import Group, Stream
 from megackpt.errors import CheckpointingException, CorruptCheckpoint
 from megackpt.storage import LocalStorage, digest
 
@@ -197,6 +197,42 @@ class HostPieces:
             )
         storage.delete(piece.name)
         storage.rename(partial, piece.name)
+
+
+def transfer(
+    group: Group,
+    pieces: HostPieces,
+    sent: Mapping[int, Piece],
+    received: Mapping[int, Piece],
+) -> None:
+    """Send pieces to other ranks, and complete those that they send. Collective.
+
+    Args:
+        sent: the piece for each receiving rank.
+        received: the piece from each sending rank.
+    """
+
+    def describe() -> dict[int, PieceFiles]:
+        return {to: pieces.describe(piece) for to, piece in sent.items()}
+
+    described = group.reduce_broadcast("describe local pieces", describe, list)
+    files = {source: described[source][group.rank] for source in received}
+
+    def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
+        own = described[group.rank]
+        out = {to: pieces.outgoing(piece, own[to]) for to, piece in sent.items()}
+        into = {
+            source: pieces.incoming(piece, files[source])
+            for source, piece in received.items()
+        }
+        return out, into
+
+    def accept() -> None:
+        for source, piece in received.items():
+            pieces.accept(piece, files[source])
+
+    group.exchange("local pieces", streams)
+    group.reduce_broadcast("check local pieces", accept, len)
 
 
 def _allocated(path: str) -> int:

@@ -15,7 +15,6 @@ from megackpt.distributed import (
     Group,
     GroupLike,
     SingleGroup,
-    Stream,
     attempt,
     group_over,
 )
@@ -35,7 +34,7 @@ from megackpt.manager.local.merged import (
     read_table,
     transfers,
 )
-from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, PieceFiles
+from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
 from megackpt.manager.local.saves import as_one_rank
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.state import ShardedStateDict
@@ -149,7 +148,7 @@ class LocalRestore:
         return Loaded(None, changed=changed)
 
     def clear(self, keep: Sequence[LocalSave], into: HostPieces | None = None) -> None:
-        """Remove all others from the hosts. Collective. ``into``: move these to another directory."""
+        """Remove all others from the hosts, and move these ``into`` a directory. Collective."""
         with group_over(self._process_group, self._timeout) as group:
             hosts = group.reduce_broadcast("hosts", lambda: self._host, list)
 
@@ -301,50 +300,17 @@ class LocalRestore:
         holders = {rank: held.holders(Piece(save, rank)) for rank in range(save.size)}
         rounds = transfers(needed, held.hosts, holders)
         for turn in rounds:
-            self._transfer(group, save, turn)
+            sent, received = {}, {}
+            for to, (sender, owner) in turn.items():
+                if sender == group.rank:
+                    sent[to] = Piece(save, owner)
+                if to == group.rank:
+                    received[sender] = Piece(save, owner)
+            transfer(group, self._pieces, sent, received)
             for rank, (_, owner) in turn.items():
                 held.add(Piece(save, owner), held.hosts[rank])
         if group.is_coordinator:
-            logger.info("%s", _story(save, rounds, held.hosts))
-
-    def _transfer(
-        self, group: Group, save: LocalSave, turn: Mapping[int, tuple[int, int]]
-    ) -> None:
-        """``turn``: receiving rank -> (sending rank, the rank whose piece it is)."""
-        sent = {
-            to: Piece(save, owner)
-            for to, (sender, owner) in turn.items()
-            if sender == group.rank
-        }
-
-        def describe() -> dict[int, PieceFiles]:
-            return {to: self._pieces.describe(piece) for to, piece in sent.items()}
-
-        described = group.reduce_broadcast("describe local pieces", describe, list)
-        files = {to: found for part in described for to, found in part.items()}
-        received = {
-            sender: Piece(save, owner)
-            for to, (sender, owner) in turn.items()
-            if to == group.rank
-        }
-
-        def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
-            out = {
-                to: self._pieces.outgoing(piece, files[to])
-                for to, piece in sent.items()
-            }
-            into = {
-                sender: self._pieces.incoming(piece, files[group.rank])
-                for sender, piece in received.items()
-            }
-            return out, into
-
-        def accept() -> None:
-            for piece in received.values():
-                self._pieces.accept(piece, files[group.rank])
-
-        group.exchange("local pieces", streams)
-        group.reduce_broadcast("check local pieces", accept, len)
+            logger.info("%s", _moves_of(save, rounds, held.hosts))
 
 
 def _error(loaded: Attempt[Any]) -> str:
@@ -357,7 +323,7 @@ def _first(problems: Sequence[str]) -> str:
     return next(filter(None, problems), "")
 
 
-def _story(
+def _moves_of(
     save: LocalSave,
     rounds: Sequence[Mapping[int, tuple[int, int]]],
     hosts: Sequence[str],

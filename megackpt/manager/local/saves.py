@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
@@ -19,7 +19,6 @@ from megackpt.distributed import (
     Group,
     GroupLike,
     SingleGroup,
-    Stream,
     another_group,
     attempt,
     give_back,
@@ -27,7 +26,7 @@ from megackpt.distributed import (
 )
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.loader.row_reader import destination
-from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, PieceFiles
+from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
 from megackpt.manager.local.tier import LocalTier
 from megackpt.saver import save
 from megackpt.state import (
@@ -53,6 +52,7 @@ class LocalSaves:
         pieces: the directory of this host.
         strategy: of the pieces.
         process_group: of all ranks. The copies are sent over another group of them.
+        queue: of the local saves alone.
     """
 
     def __init__(
@@ -62,20 +62,14 @@ class LocalSaves:
         strategy: Strategy,
         process_group: GroupLike,
         timeout: timedelta,
-        on_error: Literal["raise", "warn"],
-        max_failures: int,
+        queue: AsyncCallsQueue,
     ) -> None:
         self._tier = tier
         self._pieces = pieces
         self._strategy = strategy
         self._process_group = process_group
         self._timeout = timeout
-        self._queue = AsyncCallsQueue(
-            process_group=process_group,
-            timeout=timeout,
-            on_error=on_error,
-            max_failures=max_failures,
-        )
+        self._queue = queue
         self._copies_group: GroupLike = None
         self._has_copies_group = False
 
@@ -105,11 +99,6 @@ class LocalSaves:
     def running(self) -> bool:
         """Whether a local save is not finalized."""
         return self._queue.get_num_unfinalized_calls() > 0
-
-    @property
-    def failed(self) -> int:
-        """The number of saves that failed."""
-        return self._queue.failures.failed
 
     def restored(self, kept: list[LocalSave], moved: HostPieces | None) -> None:
         """Only these saves are left; they have ``moved`` to another directory, or not."""
@@ -216,7 +205,7 @@ class LocalSaves:
                 raise ShardingError(
                     f"the ranks save different steps: {sorted({*steps})}"
                 )
-            self._check_room(needed, free, self._tier.generations - len(kept))
+            self._check_space(needed, free, self._tier.generations - len(kept))
             # Saves of one step are sorted by their ids. The clock may have been set back.
             last = int(self._complete[-1].id[:16], 16) if self._complete else 0
             now = max(time.time_ns(), last + 1)
@@ -256,7 +245,7 @@ class LocalSaves:
             "see hosts", partial(self._pieces.marks, prefix), compare
         )
 
-    def _check_room(
+    def _check_space(
         self, needed: Sequence[int], free: Sequence[int], generations: int
     ) -> None:
         """Raise StorageError if a host has no space for so many generations more."""
@@ -269,8 +258,8 @@ class LocalSaves:
             if available < nbytes:
                 raise StorageError(
                     f"{self._pieces.location} on host {host!r} has {available:,} bytes free, and "
-                    f"local checkpoints need {nbytes:,} more: {self._tier.generations} generations of "
-                    "what its ranks hold and of copies for other hosts. Make the tmpfs larger "
+                    f"local checkpoints need {nbytes:,} more: {self._tier.generations} generations "
+                    "of what its ranks hold and of copies for other hosts. Make the tmpfs larger "
                     "(mount -o remount,size=..., docker run --shm-size=...), or have fewer copies"
                 )
 
@@ -282,45 +271,26 @@ class LocalSaves:
     ) -> None:
         """Remove all steps but ``kept``, write the piece, and exchange copies with other hosts."""
 
-        def written() -> PieceFiles:
-            request = begin()
-            if request is not None:
-                request.execute_sync()
-            return self._pieces.describe(piece)
-
-        sources = [
-            Piece(piece.save, rank)
-            for rank, targets in enumerate(self._targets)
-            if self._rank in targets
-        ]
-
         def remove() -> None:
             if self._is_first:
                 self._pieces.clear(kept)
 
+        def write() -> None:
+            request = begin()
+            if request is not None:
+                request.execute_sync()
+
+        sent = dict.fromkeys(self._targets[self._rank], piece)
+        received = {
+            rank: Piece(piece.save, rank)
+            for rank, targets in enumerate(self._targets)
+            if self._rank in targets
+        }
         with group_over(self._copies_group, self._timeout) as group:
             group.reduce_broadcast("older local steps", remove, len)
-            files = group.reduce_broadcast("local save", written, list)
-            if not any(self._targets):
-                return
-
-            def streams() -> tuple[dict[int, Stream], dict[int, Stream]]:
-                out = {
-                    to: self._pieces.outgoing(piece, files[self._rank])
-                    for to in self._targets[self._rank]
-                }
-                into = {
-                    source.rank: self._pieces.incoming(source, files[source.rank])
-                    for source in sources
-                }
-                return out, into
-
-            def accept() -> None:
-                for source in sources:
-                    self._pieces.accept(source, files[source.rank])
-
-            group.exchange("copies", streams)
-            group.reduce_broadcast("check copies", accept, len)
+            group.reduce_broadcast("local save", write, len)
+            if any(self._targets):
+                transfer(group, self._pieces, sent, received)
 
 
 def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
