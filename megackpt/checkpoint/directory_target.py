@@ -400,7 +400,8 @@ class DirectoryTarget(SiblingDirectories):
             return False
 
     def _is_over(self, marker: Marker, abandoned: bool = False) -> bool:
-        if marker.save_id == self._begins and marker.pid == os.getpid():
+        own = marker.is_local() and marker.pid == os.getpid()
+        if own and marker.save_id == self._begins:
             return True  # of an earlier save of this id: the new one has no marker yet
         return marker.is_dead(abandoned)
 

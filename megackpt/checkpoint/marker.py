@@ -16,6 +16,7 @@ import re
 import socket
 import stat
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,24 +88,32 @@ def boot() -> str:
         return ""
 
 
-@functools.cache
-def namespace() -> str:
-    """The namespace of process ids; "" where the system does not say."""
+def namespace(kind: str = "pid") -> str:
+    """This process's namespace of process ids, or of "time"; "" where the system does not say.
+
+    Read anew each time: a forked process may be in another namespace than its parent.
+    """
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
 
 
 def started(pid: int) -> int:
-    """When a process started, in ticks since boot; 0 if it is dead. Process ids are reused."""
+    """When a process started, in ticks since boot as this time namespace counts them.
+
+    0: it is unknown. -1: the process has ended, and its parent has not asked for its status.
+    """
     try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return 0  # /proc lists the processes of another namespace
         with open(f"/proc/{pid}/stat", "rb") as file:
             state, *numbers = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    if state in (b"Z", b"X"):
-        return 0
+    # Of a process whose first thread alone has ended, the state is Z as well.
+    if state in (b"Z", b"X") and numbers[16] == b"1":
+        return -1
     return int(numbers[18])
 
 
@@ -114,6 +123,7 @@ class Marker:
 
     ``base`` identifies the checkpoint that the save replaces ("" for none), see
     ``sibling_directories.version``. ``removes``: this is a removal, not a save.
+    ``time_namespace``: the one in which ``started`` was read; "" in markers of older versions.
     """
 
     save_id: str
@@ -125,6 +135,7 @@ class Marker:
     time: float = field(default_factory=time.time)
     base: str = ""
     removes: bool = False
+    time_namespace: str = field(default_factory=lambda: namespace("time"))
 
     @property
     def name(self) -> str:
@@ -133,13 +144,29 @@ class Marker:
     def encode(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
+    def is_local(self) -> bool:
+        """Can this process address the marker's process by its id?"""
+        same_boot = self.boot and self.boot == boot()
+        return bool(same_boot and self.pid > 0 and self.namespace == namespace())
+
     def runs(self) -> bool | None:
         """Does the process still work on this save? None if this process cannot find out."""
-        if not self.boot or self.boot != boot() or self.namespace != namespace():
+        if not self.is_local():
             return None
         if self.pid == os.getpid():
             return self.save_id in active
-        return started(self.pid) == self.started != 0
+        with suppress(
+            OSError, OverflowError
+        ):  # it is of another user, or no process id
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+        # The id may have been given to another process.
+        now = started(self.pid)
+        if not (now and self.started) or self.time_namespace != namespace("time"):
+            return None
+        return now == self.started
 
     def is_dead(self, abandoned: bool = False) -> bool:
         """Is it certain that the process has ended?
@@ -164,7 +191,9 @@ class Marker:
 
 def parse_marker(data: bytes, save_id: str) -> Marker:
     """Parse a marker. Fields that are missing or of a wrong type are unknown."""
-    values: dict[str, Any] = asdict(Marker(save_id, "unknown", 0, 0, "", "", 0.0))
+    values: dict[str, Any] = asdict(
+        Marker(save_id, "unknown", 0, 0, "", "", 0.0, time_namespace="")
+    )
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError):

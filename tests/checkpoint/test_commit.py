@@ -346,7 +346,7 @@ def test_a_place_that_is_dropped_is_a_dead_save(tmp_path, saves):
 def left_by(path: Path, content: bytes) -> Path:
     """What an unfinished save beside ``path`` left."""
     staging = path.parent / f".{path.name}.megackpt-ff"
-    staging.mkdir(parents=True)
+    staging.mkdir(parents=True, exist_ok=True)
     (staging / "rank0.bin").write_text("half")
     (staging / ".megackpt-saving-ff").write_bytes(content)
     return staging
@@ -380,8 +380,13 @@ def test_what_another_host_left_is_cleared_after_a_day(tmp_path, monkeypatch):
 
 
 def test_a_number_that_another_process_has_by_now(tmp_path, saves):
-    fields = {"pid": 1, "started": 1, "boot": markers.boot()}
+    fields = {"pid": 1, "started": 1, "boot": markers.boot(), "time": time.time()}
     fields["namespace"] = markers.namespace()
+    # A marker of an older version does not say in which time namespace it counted.
+    left_by(tmp_path / "c", json.dumps(fields).encode())
+    with pytest.raises(SaveInProgress):
+        clear(tmp_path / "c")
+    fields["time_namespace"] = markers.namespace("time")
     left_by(tmp_path / "c", json.dumps(fields).encode())
     clear(tmp_path / "c")
     assert entries(tmp_path) == set()
