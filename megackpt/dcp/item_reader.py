@@ -36,6 +36,7 @@ from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,
     MismatchError,
+    join_truncated,
 )
 from megackpt.loader.comparison import overlapping
 from megackpt.planning import manifest as planned
@@ -88,6 +89,7 @@ class ItemReader:
 
     def read(self, plan: LoadPlan) -> None:
         checkpoint = self._checkpoint
+        _refuse_sparse(plan, self._planner)
         own_memory = _keys_with_own_memory(self._planner)
         direct: list[tuple[ReadItem, int]] = []
         copied: list[tuple[ReadItem, int]] = []
@@ -242,6 +244,21 @@ def _keys_with_own_memory(planner: AnyLoadPlanner) -> set[str]:
             keys.append(key)
             tensors.append(tensor)
     return set(keys) - {keys[row] for row in overlapping(tensors).tolist()}
+
+
+def _refuse_sparse(plan: LoadPlan, planner: AnyLoadPlanner) -> None:
+    """MismatchError, before a tensor is changed, where the planner has sparse ones to fill."""
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(state, dict):
+        return
+    wanted = {i.dest_index.fqn for i in plan.items if i.type != LoadItemType.BYTE_IO}
+    layouts = {key: getattr(state.get(key), "layout", torch.strided) for key in wanted}
+    sparse = [repr(key) for key in sorted(wanted) if layouts[key] is not torch.strided]
+    if sparse:
+        raise MismatchError(
+            f"{join_truncated(sparse)}: a dense tensor cannot be loaded into a sparse one. Ask "
+            "for a dense tensor, and make it sparse afterwards"
+        )
 
 
 def _resolve(planner: AnyLoadPlanner, item: ReadItem) -> torch.Tensor:

@@ -69,6 +69,8 @@ from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
     SaveInProgress,
+    ShardingError,
+    join_truncated,
 )
 from megackpt.planning.manifest import (
     ITEMSIZE,
@@ -78,6 +80,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import refuse_unstorable
+from megackpt.state.storable import layout_problem
 
 Path = str | os.PathLike[str]
 HostItems = dict[MetadataIndex, Resolved]
@@ -435,17 +438,24 @@ def _write_prepared(
 
 
 def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
-    """Before anything is written: ShardingError for keys and sizes that no index can hold."""
+    """Before anything is written: ShardingError for keys, sizes and layouts that cannot be kept."""
     entries = set()
+    sparse = {}
     for plan in plans:
         for item in plan.items:
             meta = TensorMeta((), OBJECT)
             if item.tensor_data is not None:
-                dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+                properties = item.tensor_data.properties
+                if problem := layout_problem(properties.layout):
+                    sparse[item.index.fqn] = problem
+                dtype = str(properties.dtype).removeprefix("torch.")
                 if dtype not in ITEMSIZE:
                     dtype = "uint8"  # torch pickles it
                 meta = TensorMeta(tuple(item.tensor_data.size), dtype)
             entries.add(TensorEntry(item.index.fqn, meta))
+    if sparse:
+        found = [f"{key!r}: {problem}" for key, problem in sparse.items()]
+        raise ShardingError(join_truncated(found, separator="\n"))
     refuse_unstorable(tuple(entries))
 
 

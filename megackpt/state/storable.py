@@ -76,6 +76,16 @@ def dtype_problem(dtype: Any) -> str:
     )
 
 
+def layout_problem(layout: torch.layout) -> str:
+    """Why no tensor of this layout can be stored; empty where one can."""
+    if layout is torch.strided:
+        return ""
+    return (
+        f"sparse data ({layout}) cannot be stored; store data.to_dense(), or the indices and "
+        "values of data.coalesce() as two tensors"
+    )
+
+
 def data_problem(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) -> str:
     """Why ``data`` cannot be stored as a tensor of this dtype and shape; empty where it can."""
     if not isinstance(data, torch.Tensor):
@@ -92,11 +102,8 @@ def data_problem(data: Any, dtype: torch.dtype, local_shape: tuple[int, ...]) ->
             "nested data cannot be stored; store its parts, or data.to_padded_tensor(0) and "
             "the lengths"
         )
-    if data.layout is not torch.strided:
-        return (
-            f"sparse data ({data.layout}) cannot be stored; store data.to_dense(), or indices "
-            "and values"
-        )
+    if problem := layout_problem(data.layout):
+        return problem
     if data.dtype != dtype:
         return f"Data dtype should match `dtype` attribute ({data.dtype} and {dtype})"
     if tuple(data.shape) != tuple(local_shape):

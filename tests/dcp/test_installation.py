@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _fsspec_filesystem, _storage_utils, filesystem
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    _fsspec_filesystem,
+    _storage_utils,
+    filesystem,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import (
@@ -200,3 +205,32 @@ def test_the_order_of_imports_does_not_matter(first: str) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+LAYOUTS = ["sparse", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"]
+
+
+def in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    block = [(2, 2)] if layout in ("sparse_bsr", "sparse_bsc") else []
+    result: torch.Tensor = getattr(tensor, f"to_{layout}")(*block)
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_tensors_are_refused(tmp_path: Path, layout: str) -> None:
+    """Nothing is written, and a load into a sparse tensor changes nothing."""
+    sparse = in_layout(torch.eye(4), layout)
+    with install():
+        for state in ({"s": sparse}, {"m": {"s": torch.nn.Parameter(sparse)}}):
+            with pytest.raises(CheckpointException, match=r"s': sparse.*to_dense"):
+                dcp.save(state, checkpoint_id=tmp_path / "c")
+            with pytest.raises((CheckpointException, RuntimeError)):  # torch's staging
+                dcp.async_save(state, checkpoint_id=tmp_path / "c").result()
+        assert not list(tmp_path.iterdir())
+        dcp.save({"a": torch.ones(2), "s": torch.eye(4)}, checkpoint_id=tmp_path / "c")
+        into = {"a": torch.zeros(2), "s": 2 * sparse}
+        with pytest.raises(CheckpointException, match=r"'s'.* into a sparse one"):
+            dcp.load(into, checkpoint_id=tmp_path / "c")
+    assert into["a"].tolist() == [0, 0]
+    assert into["s"].to_dense()[0, 0] == 2
