@@ -173,6 +173,7 @@ class BucketStorage(Storage):
     def contents(self, names: Sequence[str], limits: Sequence[int]) -> Iterator[bytes]:
         return client.pool().map(self.get, names, limits)
 
+    @client.repeated
     def get_version(self, name: str, limit: int = 1 << 32) -> tuple[bytes, Version]:
         """Like ``get``, but return the version of the object as well."""
         try:
@@ -187,7 +188,7 @@ class BucketStorage(Storage):
         except FileNotFoundError:
             raise _absent(self.url(name)) from None
         if len(data) != meta["size"]:
-            raise StorageError(
+            raise client.TruncatedAnswer(
                 f"cannot read {self.url(name)}: {len(data)} of {meta['size']} bytes arrived"
             )
         return data, Version(meta["e_tag"], meta["version"])
@@ -232,6 +233,7 @@ class BucketStorage(Storage):
         with client.request(doing, self.url(name)):
             yield key
 
+    @client.repeated
     def objects(self, name: str = "") -> dict[str, tuple[int, float]]:
         """Return the size and time of each object below a folder, by name.
 
@@ -251,6 +253,7 @@ class BucketStorage(Storage):
                     )
         return found
 
+    @client.repeated
     def list(self, name: str = "") -> list[str]:
         prefix, above = self._listed(name)
         with client.request("list", self.url(name)):

@@ -6,19 +6,23 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from megackpt import events
 from megackpt.errors import BackendError, StorageError
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, S3Store
 
     Store = S3Store | GCSStore | AzureStore
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 AMAZON = frozenset(("s3", "s3a"))
 GOOGLE = frozenset(("gs",))
@@ -39,6 +43,7 @@ _ANSWER = re.compile(
     r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>"
 )
 """The XML in which S3, Google and Azure describe an error."""
+_TRUNCATED = re.compile("body|Requested .*, got")
 _NO_BUCKET = frozenset(("NoSuchBucket", "ContainerNotFound"))
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")
@@ -65,6 +70,24 @@ def request(doing: str, url: str) -> Iterator[None]:
         raise failure(doing, url, error) from error
 
 
+class TruncatedAnswer(StorageError):
+    """A store has sent less than it announced, or than was requested."""
+
+
+def repeated(call: Callable[P, T]) -> Callable[P, T]:
+    """Make a function that reads repeat its requests once if an answer was truncated."""
+
+    @functools.wraps(call)
+    def twice(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            return call(*args, **named)
+        except TruncatedAnswer:
+            events.count_retry()
+            return call(*args, **named)
+
+    return twice
+
+
 def failure(doing: str, url: str, error: Exception) -> StorageError:
     """Return the error to raise when the object store refuses."""
     text = str(error).partition("\n\nDebug source")[0].strip()
@@ -78,7 +101,8 @@ def failure(doing: str, url: str, error: Exception) -> StorageError:
         )
     if status and answer:
         text = f"{status[0]}, {answer['code']}: {answer['message']}"
-    return StorageError(f"cannot {doing} {url}: {text[:800]}")
+    kind = TruncatedAnswer if _TRUNCATED.search(text) and not status else StorageError
+    return kind(f"cannot {doing} {url}: {text[:800]}")
 
 
 def pool() -> ThreadPoolExecutor:

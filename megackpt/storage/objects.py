@@ -106,6 +106,7 @@ class BucketReader(FileReader):
         ends = [min(first + PART, stop) for first in starts]
         return memoryview(b"".join(client.pool().map(self._request, starts, ends)))
 
+    @client.repeated
     def _request(self, start: int, stop: int) -> memoryview:
         options: dict[str, Any] = {"range": (start, stop), "if_match": self._tag}
         try:
@@ -117,7 +118,7 @@ class BucketReader(FileReader):
                 f"{self._url} was replaced or removed while it was being read; read it again"
             ) from error
         if len(data) != stop - start:
-            raise StorageError(
+            raise client.TruncatedAnswer(
                 f"cannot read {self._url}: requested bytes {start} to {stop}, received {len(data)}"
             )
         return data

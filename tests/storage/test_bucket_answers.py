@@ -36,6 +36,24 @@ def test_reading_goes_on_where_an_answer_fails(
         assert faulty.list() == []
 
 
+def test_an_answer_that_is_too_short_once_is_asked_for_again(
+    faulty: BucketStorage, line: Line
+) -> None:
+    data = random.Random(3).randbytes(9 * MIB)
+    faulty.put("f", data)
+    for how in ("shorten", "truncate"):
+        with faulty.open("f") as reader:
+            into = bytearray(100)
+            line.once(how, "GET")
+            reader.read_into(MIB, [memoryview(into)])
+        assert into == data[MIB : MIB + 100]
+    line.once("truncate", "GET")
+    assert faulty.get("f") == data
+    for work in (faulty.list, faulty.objects):
+        line.once("truncate", "GET", "list-type")
+        assert list(work()) == ["f"]
+
+
 def test_an_answer_that_is_too_short_is_an_error(
     faulty: BucketStorage, line: Line
 ) -> None:
@@ -46,7 +64,7 @@ def test_an_answer_that_is_too_short_is_an_error(
             with pytest.raises(StorageError, match=r"cannot read .*/f"):
                 reader.read_into(MIB, [memoryview(bytearray(100))])
     for work in (faulty.list, faulty.objects):
-        line.once("truncate", "GET", "list-type")
+        line.fault = lambda request: "truncate" if "list-type" in request.path else None
         with pytest.raises(StorageError, match=r"cannot list .*/run"):
             work()
 
