@@ -12,6 +12,7 @@ saves that began before it. None of them can commit any more, so they are remove
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
@@ -41,12 +42,16 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.storage import (
+    PROBE,
     SINGLE_WRITER,
     BucketStorage,
     Storage,
     Version,
     conditional_puts,
 )
+
+PROBE_SECONDS = 3600.0
+"""An older probe is of a process that died. Stores refuse requests whose clock differs by less."""
 
 
 class ObjectTarget:
@@ -132,6 +137,10 @@ class ObjectTarget:
         self, names: list[str], current: str, abandoned: bool
     ) -> list[Marker]:
         """Remove folders that no record can name any more. Returns the markers of live saves."""
+        for name in names:
+            made = self.outer.modified(name) if name.startswith(PROBE) else None
+            if made is not None and time.time() - made > PROBE_SECONDS:
+                self.outer.remove_objects([name])
         alive = []
         for folder in save_folders(names):
             if folder == current:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megackpt.storage.bucket import (
+    PROBE as PROBE,
     SINGLE_WRITER as SINGLE_WRITER,
     BucketStorage as BucketStorage,
     Version as Version,

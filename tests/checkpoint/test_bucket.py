@@ -15,6 +15,7 @@ import pytest
 
 from megackpt.checkpoint import (
     begin,
+    clear,
     object_target,
     open_checkpoint,
     open_same,
@@ -292,6 +293,19 @@ def test_what_a_killed_save_left_is_removed_at_begin(bucket, url, saves):
     assert saves.load(url) == 1
     assert f"run/iter_100/megackpt-{dead}/rank0.bin" in held(bucket)
     begin(url, save_id=identity()).abort()
+    assert_only(bucket, url)
+
+
+def test_probes_of_processes_that_died_are_removed(bucket, url, saves, monkeypatch):
+    probe = f"{url.removeprefix(f'{bucket.url}/')}/.megackpt-probe-00"
+    for work in (lambda: saves.save(url, 1), lambda: clear(url)):
+        bucket.client.put_object(Bucket=bucket.name, Key=probe, Body=b"1")
+        work()
+        assert probe in held(bucket)  # of a process that may live
+        with monkeypatch.context() as patch:
+            patch.setattr(object_target, "PROBE_SECONDS", -60)
+            work()
+        assert probe not in held(bucket)
     assert_only(bucket, url)
 
 
