@@ -122,10 +122,7 @@ class DirectoryTarget(SiblingDirectories):
         """Make the directory of this save. Returns whether it resumes a dead save of its id."""
         self._begins = marker.save_id
         with self._turn(), self._others_meanwhile():
-            spared = ""
-            if resume:
-                spared = marker.save_id
-            self.recover(spared=spared)
+            self.recover(spared=marker.save_id if resume else "")
             self.check_replaceable()
             folder = self._folder(self.name)
             self._base = version(folder)
@@ -136,9 +133,7 @@ class DirectoryTarget(SiblingDirectories):
                     )
                 self._own_files(folder)  # raises if they cannot be determined
             # A new target gets the usual mode. One that replaces a directory gets its mode later.
-            mode = 0o777
-            if folder is not None:
-                mode = 0o700
+            mode = 0o777 if folder is None else 0o700
             staging = staging_name(self.name, marker.save_id)
             resumed = resume and self._take_over(marker.save_id)
             if not resumed and not self.outer.make_folder(staging, mode):
@@ -487,13 +482,17 @@ class DirectoryTarget(SiblingDirectories):
 
     @contextmanager
     def _others_meanwhile(self) -> Iterator[None]:
-        """Raise SaveInProgress if another save has moved a directory of this one."""
+        """SaveInProgress if another save has moved a directory; StorageError without the parent."""
         try:
             yield
         except (FileNotFoundError, StorageError) as error:
             causes = error, error.__cause__
             if not any(isinstance(cause, FileNotFoundError) for cause in causes):
                 raise
+            if not self.outer.is_current():
+                raise StorageError(
+                    f"{self.outer.location} was removed or moved during the save: {error}"
+                ) from error
             raise SaveInProgress(
                 f"another save is writing to {self.location}, and has taken over from "
                 f"this one: {error}"

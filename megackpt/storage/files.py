@@ -86,6 +86,19 @@ def failure(doing: str, path: str, error: OSError) -> StorageError:
     return StorageError(text)
 
 
+def not_made(path: str, error: OSError) -> StorageError:
+    """Return the error to raise where no directory can be made. It has no cause: no save did it."""
+    why = "a file is in the way"
+    if isinstance(
+        error, FileNotFoundError
+    ):  # of mkdir, although the directory above is open
+        why = (
+            "the file system takes no directory there. Was the directory above removed, or is "
+            "its file system not mounted?"
+        )
+    return StorageError(f"cannot make the directory {path}: {why}")
+
+
 def _flat(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
     return (b.cast("B") for b in buffers if b.nbytes)
 

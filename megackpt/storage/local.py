@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.errors import CorruptCheckpoint
 from megackpt.storage import kernel
 from megackpt.storage.direct import DirectWriter
 from megackpt.storage.files import (
@@ -21,6 +21,7 @@ from megackpt.storage.files import (
     enter_folder,
     failure,
     make_folders,
+    not_made,
     patiently,
     remove_tree,
     unlink_file,
@@ -62,9 +63,7 @@ def _checked(name: str, new: bool = False) -> list[str]:
 
 def _parts(folder: str) -> list[str]:
     """Return the parts of a folder's name, none for the root."""
-    if not folder:
-        return []
-    return _checked(folder)
+    return _checked(folder) if folder else []
 
 
 class LocalStorage(Storage):
@@ -87,12 +86,10 @@ class LocalStorage(Storage):
             if create:
                 make_folders(self.location)
             self._fd = patiently(os.open, self.location, FOLDER)
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError) as error:
             if not create:
                 raise
-            raise StorageError(
-                f"cannot make the directory {self.location}: a file is in the way"
-            ) from None
+            raise not_made(self.location, error) from None
         except OSError as error:
             raise failure("open", self.location, error) from error
 
@@ -305,6 +302,8 @@ class LocalStorage(Storage):
                 os.mkdir(name, mode, dir_fd=self._fd)
             except FileExistsError:
                 return False
+            except FileNotFoundError as error:
+                raise not_made(self._path(name), error) from None
             os.fsync(self._fd)
             return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import stat
 import time
@@ -192,6 +193,22 @@ def test_a_file_in_the_way(tmp_path, saves, where):
     with pytest.raises(StorageError, match="file is in the way"):
         saves.save(tmp_path / where, 1)
     assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("where", ["/proc/x", "/proc/x/y"])
+def test_a_file_system_that_takes_no_directories(saves, where):
+    """mkdir says ENOENT there, as on an automatic mount without its server."""
+    text = r"cannot make the directory /proc/\.?x.*: the file system takes no directory"
+    with pytest.raises(StorageError, match=text):
+        saves.save(Path(where), 1)
+
+
+def test_the_directory_above_is_removed_meanwhile(tmp_path, saves):
+    place = begin(tmp_path / "above/c", save_id="ab" * 16)
+    shutil.rmtree(tmp_path / "above")
+    with pytest.raises(StorageError, match="above was removed or moved"):
+        place.target.settle(place.marker)
+    place.abandon()
 
 
 @pytest.mark.parametrize("before", [False, True])
