@@ -148,6 +148,26 @@ def test_classes_that_nobody_trusts_are_no_damage(tmp_path: Path, capsys: Any) -
     assert "Custom" in capsys.readouterr().out
 
 
+class Command:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def test_a_common_state_that_no_trust_makes_loadable_is_a_problem(
+    tmp_path: Path,
+) -> None:
+    megackpt.save(state(1), tmp_path)
+    (tmp_path / "megackpt.index").unlink()
+    torch.save({"step": Command()}, tmp_path / "common.pt")
+    with pytest.raises(CorruptCheckpoint, match="cannot be trusted"):
+        megackpt.load_common_state_dict(tmp_path)
+    report = megackpt.verify(tmp_path)
+    assert not report.ok
+    assert "common state" in report.problems[0]
+    assert "cannot be trusted" in report.problems[0]
+    assert main(["verify", str(tmp_path)]) != 0
+
+
 @contextlib.contextmanager
 def refused(
     monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, number: int

@@ -284,10 +284,10 @@ class ThreadWorker(Worker):
             task.finish(Attempt(None, error))
 
 
-def within(timeout: timedelta, name: str, work: Work[T]) -> T:
+def within(timeout: timedelta | None, name: str, work: Work[T]) -> T:
     """The value of ``work`` (see Task), which has a thread of its own.
 
-    StorageError if that hangs for nearly this long.
+    StorageError if that hangs for nearly this long. None: this thread performs it, without bound.
     """
     task = Task(work, name, timeout=timeout)
     task.run()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from datetime import timedelta
+from functools import cached_property, partial
 
 import numpy as np
 
 from megackpt import events, serialization, strategies
+from megackpt.async_save import Advance, within
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import extension_keys
@@ -27,6 +29,7 @@ from megackpt.checkpoint.opening import (
 )
 from megackpt.checkpoint.ownership import files_of, foreign_entries
 from megackpt.checkpoint.tables import small_file_problems
+from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
@@ -91,6 +94,7 @@ def verify(
     whole: bool = True,
     start: Count = ignore_progress,
     advance: Count = ignore_progress,
+    timeout: timedelta | None = DEFAULT_TIMEOUT,
 ) -> Report:
     """Check that a load of all tensors and objects would work.
 
@@ -106,16 +110,18 @@ def verify(
         whole: check that the chunks cover all tensors. False for the shards of one rank.
         start: called with the number of bytes to compare with digests.
         advance: called with the number of bytes just compared, from several threads.
+        timeout: how long the storage may not answer. None: the caller has a bound of its own.
 
     Raises:
         NotACheckpoint: no checkpoint is there.
         CheckpointReplaced: other saves replace the checkpoint at every attempt.
-        StorageError: the checkpoint cannot be opened.
+        StorageError: the checkpoint cannot be opened, or the storage does not answer.
         BackendError: the format is unknown or needs a missing package.
     """
     with events.operation("verify", directory) as running:
 
-        def verified(storage: Storage) -> Report:
+        def verified(alive: Advance, storage: Storage) -> Report:
+            storage.moved = partial(alive, 0)
             try:
                 with events.stage("open"):
                     backend, manifest, small = stored_manifest(storage)
@@ -125,6 +131,7 @@ def verify(
             with events.stage("read") as reading:
 
                 def moved(count: int) -> None:
+                    alive(0)
                     reading.advance(count)
                     advance(count)
 
@@ -134,7 +141,11 @@ def verify(
                 reading.done = report.bytes
                 return report
 
-        report = unreplaced(directory, verified, lambda report: report.ok)
+        def work(alive: Advance) -> Report:
+            look = partial(verified, alive)
+            return unreplaced(directory, look, lambda report: report.ok)
+
+        report = within(timeout, f"verifying {directory}", work)
         running.bytes = report.bytes
         if report.problems:
             running.problem = f"{len(report.problems)} problems: {report.problems[0]}"
@@ -226,11 +237,15 @@ class _Work(ChunkChecks):
         chunks = self.manifest.chunks
         key = self.manifest.tensors[chunks.tensor[row]].key
         where = f"{self.storage.location}: {self.name(row)}"
+        blobs = Nowhere(0)
         try:
-            blobs = Nowhere(0)
             self.backend.read(self.storage, self.plan(row), blobs, False)
             value = serialization.load(b"".join(blobs.blobs), where=where)
         except UntrustedClass as error:
+            try:
+                serialization.check(b"".join(blobs.blobs))
+            except CorruptCheckpoint:  # a load fails whatever is trusted
+                raise error from None
             self.untrusted[str(error).split("\n")[0]] = None
             return
         except CorruptCheckpoint:

@@ -1,14 +1,20 @@
-"""What a checkpoint holds, read by one process alone: metadata, common state, whole tensors."""
+"""What a checkpoint holds, read by one process alone: metadata, common state, whole tensors.
+
+``timeout``: how long the storage may not answer. Then StorageError is raised.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megackpt.checkpoint import find_storage, open_checkpoint
+from megackpt.async_save import within
+from megackpt.checkpoint import Opened, find_storage, open_checkpoint
+from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.comparison import trusted_classes
 from megackpt.loader.row_reader import common_row, destination, read_rows
@@ -32,6 +38,7 @@ def load_common_state_dict(
     *,
     trusted: Sequence[type] = (),
     sharded_strategy: StrategyLike = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[Any, Any]:
     """The common state of a checkpoint: all that was not sharded; {} where none is stored.
 
@@ -39,7 +46,7 @@ def load_common_state_dict(
     ``{"__metadata__": notes}``.
     """
     classes = trusted_classes(trusted)
-    opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
+    opened = _open(checkpoint_dir, sharded_strategy, timeout)
     wanted = common_row(opened.manifest)
     values = read_rows(
         opened.storage,
@@ -48,6 +55,7 @@ def load_common_state_dict(
         wanted,
         [None] * len(wanted),
         trusted=classes,
+        timeout=timeout,
     )
     if values:
         return dict(values[0])
@@ -58,6 +66,7 @@ def load_content_metadata(
     checkpoint_dir: str | Path | None = None,
     *,
     preloaded_state_dict: Mapping[str, Any] | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[str, Any] | None:
     """The value of ``save(content_metadata=...)``; None if none was given.
 
@@ -68,22 +77,23 @@ def load_content_metadata(
             raise ValueError(
                 "give checkpoint_dir or preloaded_state_dict: both are None"
             )
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir, timeout=timeout)
     return preloaded_state_dict.get(CONTENT_METADATA)
 
 
 def load_tensors_metadata(
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyLike = None,
+    *,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[str, ShardedTensor]:
     """Every stored tensor by key, as an unsharded ShardedTensor without data.
 
     The local shape is the global shape. The result can be given to
     ``load(..., validate_access_integrity=False)`` on every rank.
     """
-    entries = open_checkpoint(
-        checkpoint_dir, asked_format(sharded_strategy)
-    ).manifest.tensors
+    opened = _open(checkpoint_dir, sharded_strategy, timeout)
+    entries = opened.manifest.tensors
     return {entry.key: _whole(entry) for entry in entries if not entry.meta.is_object}
 
 
@@ -91,12 +101,14 @@ def load_sharded_metadata(
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyLike = None,
     common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature
+    *,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> CkptShardedMetadata:
     """Tensors by key, as ``load_tensors_metadata`` gives them, and objects by unique key.
 
     None of them has data.
     """
-    manifest = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy)).manifest
+    manifest = _open(checkpoint_dir, sharded_strategy, timeout).manifest
     found: CkptShardedMetadata = {}
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
         entry = manifest.tensors[number]
@@ -109,6 +121,14 @@ def load_sharded_metadata(
             )
             found[held.unique_key] = held
     return found
+
+
+def _open(
+    checkpoint_dir: str | Path, strategy: StrategyLike, timeout: timedelta
+) -> Opened:
+    asked = asked_format(strategy)
+    name = f"opening {checkpoint_dir}"
+    return within(timeout, name, lambda _: open_checkpoint(checkpoint_dir, asked))
 
 
 def _whole(entry: TensorEntry) -> ShardedTensor:
@@ -124,9 +144,10 @@ def load_plain_tensors(
     *,
     verify: bool = True,
     sharded_strategy: StrategyLike = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[str, torch.Tensor]:
     """Every stored tensor, whole, by key. Each caller reads everything."""
-    opened = open_checkpoint(checkpoint_dir, asked_format(sharded_strategy))
+    opened = _open(checkpoint_dir, sharded_strategy, timeout)
     shards = [
         _whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object
     ]
@@ -139,6 +160,7 @@ def load_plain_tensors(
         wanted,
         tensors,
         verify=verify,
+        timeout=timeout,
     )
     return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
 

@@ -52,10 +52,12 @@ def read_rows(
     *,
     verify: bool = True,
     trusted: Sequence[type] = (),
+    timeout: timedelta | None = None,
 ) -> list[Any]:
     """Read every wanted row: into ``tensors[i]`` or, where that is None, as an object."""
     target = target_of(wanted, manifest, tensors)
-    read(root, backend, plan_load(wanted, manifest), target, verify)
+    plan = plan_load(wanted, manifest)
+    read(root, backend, plan, target, verify, root.called, timeout)
     return values_of(root, wanted, target, trusted)
 
 

@@ -52,7 +52,7 @@ def find_problems(path: str, advance: Advance | None = None) -> tuple[str, str]:
     """
     try:
         if advance is not None:
-            report = verify(path, advance=advance)
+            report = verify(path, advance=advance, timeout=None)
             if report.problems:
                 return "; ".join(report.problems[:3]), ""
             if report.unread:

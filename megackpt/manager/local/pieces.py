@@ -136,7 +136,7 @@ class HostPieces:
         ``finite``: values that are NaN or infinite, which its save has noted, are wrong as well.
         """
         try:
-            report = verify(self.path(piece), whole=False)
+            report = verify(self.path(piece), whole=False, timeout=None)
             problems = [*report.problems, *report.unread]
             if finite and not problems:
                 problems = [open_checkpoint(self.path(piece)).manifest.nonfinite()]
@@ -189,7 +189,7 @@ class HostPieces:
             raise CorruptCheckpoint(
                 f"{self.location}/{partial}: {INDEX} was changed on its way from another host"
             )
-        report = verify(f"{self.location}/{partial}", whole=False)
+        report = verify(f"{self.location}/{partial}", whole=False, timeout=None)
         if not report.ok:
             raise CorruptCheckpoint(
                 f"{self.location}/{partial} was changed on its way from another host: "
