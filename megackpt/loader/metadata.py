@@ -1,7 +1,4 @@
-"""What a checkpoint holds, read by one process alone: metadata, common state, whole tensors.
-
-``timeout``: how long the storage may not answer. Then StorageError is raised.
-"""
+"""What a checkpoint holds, read by one process alone: metadata, common state, whole tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ def load_common_state_dict(
     """The common state of a checkpoint: all that was not sharded; {} where none is stored.
 
     Of files with notes of their author, as in the header of safetensors:
-    ``{"__metadata__": notes}``.
+    ``{"__metadata__": notes}``. StorageError if the storage does not answer for ``timeout``.
     """
     classes = trusted_classes(trusted)
     opened = _open(checkpoint_dir, sharded_strategy, timeout)
@@ -70,7 +67,8 @@ def load_content_metadata(
 ) -> dict[str, Any] | None:
     """The value of ``save(content_metadata=...)``; None if none was given.
 
-    Read from a checkpoint, or from a loaded state dict. Raises ValueError if neither is given.
+    Read from a checkpoint, or from a loaded state dict. Raises ValueError if neither is given, and
+    StorageError if the storage does not answer for ``timeout``.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -90,7 +88,8 @@ def load_tensors_metadata(
     """Every stored tensor by key, as an unsharded ShardedTensor without data.
 
     The local shape is the global shape. The result can be given to
-    ``load(..., validate_access_integrity=False)`` on every rank.
+    ``load(..., validate_access_integrity=False)`` on every rank. StorageError if the storage does
+    not answer for ``timeout``.
     """
     opened = _open(checkpoint_dir, sharded_strategy, timeout)
     entries = opened.manifest.tensors
@@ -106,7 +105,7 @@ def load_sharded_metadata(
 ) -> CkptShardedMetadata:
     """Tensors by key, as ``load_tensors_metadata`` gives them, and objects by unique key.
 
-    None of them has data.
+    None of them has data. StorageError if the storage does not answer for ``timeout``.
     """
     manifest = _open(checkpoint_dir, sharded_strategy, timeout).manifest
     found: CkptShardedMetadata = {}
@@ -146,7 +145,10 @@ def load_plain_tensors(
     sharded_strategy: StrategyLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[str, torch.Tensor]:
-    """Every stored tensor, whole, by key. Each caller reads everything."""
+    """Every stored tensor, whole, by key. Each caller reads everything.
+
+    StorageError if the storage does not answer for ``timeout``.
+    """
     opened = _open(checkpoint_dir, sharded_strategy, timeout)
     shards = [
         _whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object
