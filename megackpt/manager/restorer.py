@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megackpt.async_save import Advance, Work, within
-from megackpt.distributed import Group, GroupLike, group_over
+from megackpt.distributed import Attempt, Group, GroupLike, group_over
 from megackpt.errors import (
     CheckpointReplaced,
     CorruptCheckpoint,
@@ -28,7 +28,8 @@ from megackpt.manager.latest_step import (
     is_new_run,
 )
 from megackpt.manager.local.checkpoints import LocalCheckpoints
-from megackpt.manager.local.restore import Loaded
+from megackpt.manager.local.pieces import LocalSave
+from megackpt.manager.local.restore import LocalRestore
 from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import Restored, Step, step_number
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
@@ -70,20 +71,42 @@ class Restorer:
     ) -> Restored | None:
         """See ``CheckpointManager.restore``. ``options``: those of ``megackpt.load``."""
         wanted = self._agree_on_step(step)
+        hosts = None
+        if self._local is not None:
+            hosts = self._local.begin_restore()
         if wanted is None:
-            return self._restore_newest(state_dict, options, finite)
-        loaded = self._from_hosts(state_dict, wanted, wanted, options, finite)
-        if loaded.save is not None:
-            return Restored(wanted, loaded.state, (), "local")
-        if loaded.changed:
-            options = _requiring_all_keys(options)
-        found = self.on_coordinator(lambda _: self._find_step(wanted))
-        restored = Restored(wanted, self._load(state_dict, found, options), ())
-        self._forget_local()
+            restored = self._newest(state_dict, options, finite, hosts)
+        else:
+            restored = self._given(state_dict, wanted, options, finite, hosts)
+        if self._local is not None and hosts is not None:
+            self._local.restored(hosts, is_newest=wanted is None)
         return restored
 
-    def _restore_newest(
-        self, state_dict: ShardedStateDict, options: dict[str, Any], finite: bool
+    def _given(
+        self,
+        state_dict: ShardedStateDict,
+        step: int,
+        options: dict[str, Any],
+        finite: bool,
+        hosts: LocalRestore | None,
+    ) -> Restored:
+        while hosts is not None:
+            save = hosts.choose(step, step, finite)
+            if save is None:
+                break
+            loaded = self._load_local(hosts, save, state_dict, options)
+            if loaded is not None:
+                return Restored(step, loaded.value, (), "local")
+            options = _requiring_all_keys(options)
+        found = self.on_coordinator(lambda _: self._find_step(step))
+        return Restored(step, self._load(state_dict, found, options), ())
+
+    def _newest(
+        self,
+        state_dict: ShardedStateDict,
+        options: dict[str, Any],
+        finite: bool,
+        hosts: LocalRestore | None,
     ) -> Restored | None:
         # Damage that was found by earlier calls does not count: reading may have failed once.
         damaged: dict[str, str] = {}
@@ -99,12 +122,16 @@ class Restorer:
             lowest = -1
             if latest is not None and latest.step is not None:
                 lowest = latest.step
-            loaded = self._from_hosts(state_dict, lowest, None, options, finite)
-            if loaded.save is not None:
-                return Restored(loaded.save.step, loaded.state, skipped, "local")
-            if loaded.changed:
+            save = None
+            if hosts is not None:
+                save = hosts.choose(lowest, finite=finite)
+            if hosts is not None and save is not None:
+                loaded = self._load_local(hosts, save, state_dict, options)
+                if loaded is not None:
+                    return Restored(save.step, loaded.value, skipped, "local")
                 changed = True
                 options = _requiring_all_keys(options)
+                continue
             if latest is None or latest.step is None:
                 if not self.on_coordinator(partial(self._is_new, skipped)):
                     continue
@@ -113,7 +140,6 @@ class Restorer:
                         f"no local step of {self._retention.root} can be loaded (the log says "
                         "why), there is none in the storage, and tensors have been changed"
                     )
-                self._forget_local()
                 return None
             try:
                 state = self._load(state_dict, latest, options)
@@ -130,25 +156,23 @@ class Restorer:
                 damaged[latest.name] = str(error)
                 options = _requiring_all_keys(options)
                 continue
-            self._forget_local()
             return Restored(latest.step, state, skipped)
 
-    def _from_hosts(
+    def _load_local(
         self,
+        hosts: LocalRestore,
+        save: LocalSave,
         state_dict: ShardedStateDict,
-        lowest: int,
-        highest: int | None,
         options: dict[str, Any],
-        finite: bool,
-    ) -> Loaded:
-        if self._local is None:
-            return Loaded(None)
-        return self._local.restore(state_dict, lowest, highest, options, finite)
-
-    def _forget_local(self) -> None:
-        """The run continues from a step in the storage."""
-        if self._local is not None:
-            self._local.forget()
+    ) -> Attempt[Any] | None:
+        """The state of a local save; None if it is damaged, and is skipped now."""
+        try:
+            return Attempt(hosts.load(save, state_dict, options))
+        except (CorruptCheckpoint, NotACheckpoint) as error:
+            problem = str(error)
+            check_damage(error, lambda: problem, options["strict"])
+            hosts.skip(save, f"{problem}; the next one must hold all keys asked for")
+            return None
 
     def _is_new(self, skipped: tuple[Step, ...], _: Advance) -> bool:
         return is_new_run(self._retention.root, skipped)

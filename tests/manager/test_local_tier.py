@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -177,8 +179,12 @@ def test_another_layout_of_as_many_ranks(job: Job) -> None:
     assert len(job.pieces(0)) == RANKS
 
 
-def test_a_state_that_does_not_fit(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    job.train(10, 11)
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_state_that_does_not_fit(
+    job: Job, caplog: pytest.LogCaptureFixture, stored: bool
+) -> None:
+    """It is a mistake of the caller, with local steps alone, too. No step is skipped or removed."""
+    job.train(*((10, 11) if stored else (11,)))
 
     def rank(group: ThreadedGroup) -> None:
         with job.manager(group) as manager:
@@ -190,7 +196,50 @@ def test_a_state_that_does_not_fit(job: Job, caplog: pytest.LogCaptureFixture) -
 
     with pytest.raises(MismatchError, match="more"):
         ThreadedGroup.run(RANKS, rank)
-    assert "local step 11 is skipped: it cannot be loaded" in caplog.text
+    assert "skipped" not in caplog.text
+    assert job.restore() == (11, "local")
+
+
+@pytest.mark.parametrize("hosts", [[0], [0, 1]])
+def test_a_refusal_is_not_damage(
+    job: Job, monkeypatch: pytest.MonkeyPatch, hosts: list[int]
+) -> None:
+    """Files that cannot be opened are an error of the storage. No step is skipped or removed."""
+    job.train(10, 11)
+    real = os.open
+
+    def refusing(path: Any, *args: Any, **options: Any) -> int:
+        fd = real(path, *args, **options)
+        where = os.readlink(f"/proc/self/fd/{fd}")
+        if where.endswith(".distcp") and any(f"/host{h}/" in where for h in hosts):
+            os.close(fd)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return fd
+
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(StorageError, match="Too many open files"):
+        job.restore()
+    monkeypatch.undo()
+    assert job.restore() == (11, "local")
+
+
+def test_the_copy_of_a_piece_that_cannot_be_read_is_used(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.train(10, 11)
+    (bad,) = (job.folder / "hosts/host0").glob("*/step_11_*/rank_1_*/__0_0.distcp")
+    number, real = bad.stat().st_ino, os.open
+
+    def refusing(path: Any, *args: Any, **options: Any) -> int:
+        fd = real(path, *args, **options)
+        if os.fstat(fd).st_ino == number:
+            os.close(fd)
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return fd
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert job.restore() == (11, "local")
+    assert "rank_1_of_4 on host 'host0' cannot be read: cannot open" in caplog.text
 
 
 def test_a_given_step(job: Job) -> None:

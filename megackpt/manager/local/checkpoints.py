@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
 from megackpt.errors import StorageError
 from megackpt.manager.local.pieces import HostPieces, LocalSave
-from megackpt.manager.local.restore import Loaded, LocalRestore
+from megackpt.manager.local.restore import LocalRestore
 from megackpt.manager.local.saves import LocalSaves
 from megackpt.manager.local.tier import LocalTier
 from megackpt.state import ShardedStateDict
@@ -74,38 +73,23 @@ class LocalCheckpoints:
         if step % self._tier.every == 0:
             self._get_saves().save(step, state, asynchronous, options)
 
-    def restore(
-        self,
-        state: ShardedStateDict,
-        lowest: int,
-        highest: int | None,
-        options: Mapping[str, Any],
-        finite: bool,
-    ) -> Loaded:
-        """Load the newest whole step from ``lowest`` to ``highest``. Collective.
+    def begin_restore(self) -> LocalRestore | None:
+        """A restore from the hosts; None if the run has no local steps yet. Collective.
 
         A save that is running is finalized first. Raises its error if it has failed.
         """
         self.poll(blocking=True)
         pieces = self._pieces("read")
         if pieces is None:
-            return Loaded(None)
-        restore = LocalRestore(
-            pieces, self._tier.hostname, self._process_group, self._timeout
-        )
-        loaded = restore.newest(state, lowest, options, finite, highest)
-        if loaded.save is not None:
-            # Later steps, and those of other runs at this step, are not continued.
-            self._keep_only(restore, [loaded.save], renew=highest is not None)
-        return loaded
+            return None
+        host, group = self._tier.hostname, self._process_group
+        return LocalRestore(pieces, host, group, self._timeout)
 
-    def forget(self) -> None:
-        """Remove all local steps: the run continues from one in the storage. Collective."""
-        pieces = self._pieces("read")
-        if pieces is not None:
-            host, group = self._tier.hostname, self._process_group
-            restore = LocalRestore(pieces, host, group, self._timeout)
-            self._keep_only(restore, [], renew=True)
+    def restored(self, restore: LocalRestore, is_newest: bool) -> None:
+        """The run continues from the save that was loaded, or from the storage. Collective."""
+        keep = [] if restore.loaded is None else [restore.loaded]
+        # Later steps, and those of other runs at this step, are not continued.
+        self._keep_only(restore, keep, renew=not (keep and is_newest))
 
     def _keep_only(
         self, restore: LocalRestore, keep: list[LocalSave], renew: bool

@@ -16,7 +16,7 @@ import numpy as np
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.checkpoint import INDEX, encode_index, open_checkpoint
-from megackpt.errors import MismatchError
+from megackpt.errors import CorruptCheckpoint
 from megackpt.loader import KeyMap
 from megackpt.loader.comparison import Comparison, LoadRequest
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
@@ -58,7 +58,7 @@ class MergedSave(NamedTuple):
     def of(cls, tables: Sequence[PieceTable]) -> MergedSave:
         """``tables``: those of all pieces. Of equal chunks that of the lowest rank stays.
 
-        Raises MismatchError if the pieces disagree about a tensor.
+        Raises CorruptCheckpoint if the pieces disagree about a tensor.
         """
         tables = sorted(tables, key=lambda table: table.piece.rank)
         chunks = [table.manifest.chunks for table in tables]
@@ -67,7 +67,7 @@ class MergedSave(NamedTuple):
         )
         keys = Counter(entry.key for entry in tensors)
         if twice := [key for key, count in keys.items() if count > 1]:
-            raise MismatchError(
+            raise CorruptCheckpoint(
                 f"the ranks have saved {twice[0]!r} with different shapes or dtypes"
             )
         files, file = merged_tables(list(map(_files, tables)), [c.file for c in chunks])

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import NamedTuple
 
 from megackpt.checkpoint import INDEX, open_checkpoint, verify
 from megackpt.distributed import Group, Stream
-from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
 from megackpt.storage import LocalStorage, digest
 
 _STEP = re.compile("step_([0-9]+)_([0-9a-f]+)")
@@ -65,6 +65,14 @@ class PieceFiles(NamedTuple):
         return sum(self.sizes.values())
 
 
+class PieceProblem(NamedTuple):
+    """Why a piece cannot be loaded."""
+
+    text: str
+    is_refusal: bool
+    """The host refuses to read it now (no permission, input/output errors). It may be whole."""
+
+
 class HostPieces:
     """The pieces of one run on this host, whose ranks share them.
 
@@ -83,19 +91,17 @@ class HostPieces:
         return f"{self.location}/{piece.name}"
 
     def held(self) -> list[Piece]:
-        """All complete pieces, sorted. What has another name is not one."""
+        """All complete pieces, sorted. What has another name is not one.
+
+        Raises StorageError if the host refuses to list them.
+        """
         pieces = []
-        for path in Path(self.location).glob("step_*/rank_*"):
-            step, rank = _STEP.fullmatch(path.parent.name), _RANK.fullmatch(path.name)
-            if step and rank:
-                save = LocalSave(int(step[1]), step[2], int(rank[2]))
-                piece = Piece(save, int(rank[1]))
-                if (
-                    piece.rank < save.size
-                    and f"{path.parent.name}/{path.name}" == piece.name
-                ):
-                    pieces.append(piece)
-        return sorted(pieces)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            storage = LocalStorage(self.location)
+            for folder in filter(_STEP.fullmatch, storage.list()):
+                with suppress(CorruptCheckpoint):  # not a directory
+                    pieces += [_piece(folder, name) for name in storage.list(folder)]
+        return sorted(filter(None, pieces))
 
     def mark(self, name: str) -> None:
         """Leave a file of this name, which ``clear`` removes."""
@@ -130,19 +136,12 @@ class HostPieces:
         found += [f"{self.location}/{entry}" for entry in own if entry not in kept]
         return found
 
-    def problem(self, piece: Piece, finite: bool = False) -> str:
-        """What is wrong with a piece, all of which is read; "" if nothing is.
+    def problem(self, piece: Piece, finite: bool = False) -> PieceProblem | None:
+        """What is wrong with a piece, all of which is read.
 
         ``finite``: values that are NaN or infinite, which its save has noted, are wrong as well.
         """
-        try:
-            report = verify(self.path(piece), whole=False, timeout=None)
-            problems = [*report.problems, *report.unread]
-            if finite and not problems:
-                problems = [open_checkpoint(self.path(piece)).manifest.nonfinite()]
-        except (CheckpointingException, OSError) as error:
-            return str(error)
-        return "; ".join(problems[:3])
+        return _problem(self.path(piece), finite)
 
     def describe(self, piece: Piece) -> PieceFiles:
         """The files of a piece that are sent."""
@@ -182,18 +181,20 @@ class HostPieces:
         return Stream(files.nbytes, write())
 
     def accept(self, piece: Piece, files: PieceFiles) -> None:
-        """Complete a piece that was received. Raises CorruptCheckpoint if it is not as it was."""
+        """Complete a piece that was received.
+
+        Raises CorruptCheckpoint if it is not as it was, StorageError if it cannot be read.
+        """
         storage = LocalStorage(self.location)
         partial = piece.name + _PARTIAL
         if digest(storage.get(f"{partial}/{INDEX}")) != files.digest:
             raise CorruptCheckpoint(
                 f"{self.location}/{partial}: {INDEX} was changed on its way from another host"
             )
-        report = verify(f"{self.location}/{partial}", whole=False, timeout=None)
-        if not report.ok:
-            raise CorruptCheckpoint(
-                f"{self.location}/{partial} was changed on its way from another host: "
-                + "; ".join([*report.problems, *report.unread][:3])
+        if problem := _problem(f"{self.location}/{partial}"):
+            kind = StorageError if problem.is_refusal else CorruptCheckpoint
+            raise kind(
+                f"{self.location}/{partial}, received from another host: {problem.text}"
             )
         storage.delete(piece.name)
         storage.rename(partial, piece.name)
@@ -233,6 +234,31 @@ def transfer(
 
     group.exchange("local pieces", streams)
     group.reduce_broadcast("check local pieces", accept, len)
+
+
+def _problem(path: str, finite: bool = False) -> PieceProblem | None:
+    try:
+        report = verify(path, whole=False, timeout=None)
+        problems = report.problems or report.unread
+        if finite and not problems:
+            problems = tuple(filter(None, [open_checkpoint(path).manifest.nonfinite()]))
+    except (CheckpointingException, OSError) as error:
+        is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        is_refusal = isinstance(error, (StorageError, OSError)) and not is_gone
+        return PieceProblem(str(error) or repr(error), is_refusal)
+    if not problems:
+        return None
+    return PieceProblem("; ".join(problems[:3]), problems is report.unread)
+
+
+def _piece(folder: str, name: str) -> Piece | None:
+    """The piece at this place; None for other names."""
+    step, rank = _STEP.fullmatch(folder), _RANK.fullmatch(name)
+    if step and rank:
+        piece = Piece(LocalSave(int(step[1]), step[2], int(rank[2])), int(rank[1]))
+        if piece.rank < piece.save.size and piece.name == f"{folder}/{name}":
+            return piece
+    return None
 
 
 def _allocated(path: str) -> int:

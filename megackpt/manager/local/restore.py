@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from megackpt.distributed import (
     Attempt,
@@ -18,14 +18,7 @@ from megackpt.distributed import (
     attempt,
     group_over,
 )
-from megackpt.errors import (
-    CheckpointingException,
-    RankLost,
-    RefusedObject,
-    UntrustedClass,
-    join_truncated,
-    name_ranks,
-)
+from megackpt.errors import StorageError, join_truncated, name_ranks
 from megackpt.loader import load
 from megackpt.loader.comparison import find_missing
 from megackpt.manager.local.merged import (
@@ -34,7 +27,13 @@ from megackpt.manager.local.merged import (
     read_table,
     transfers,
 )
-from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
+from megackpt.manager.local.pieces import (
+    HostPieces,
+    LocalSave,
+    Piece,
+    PieceProblem,
+    transfer,
+)
 from megackpt.manager.local.saves import as_one_rank
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.state import ShardedStateDict
@@ -48,16 +47,6 @@ _OF_RANK = {
 }
 """Which keys are missing is known from the requests of all ranks; each rank reads with the rest."""
 _NAMED = 1000  # ranks in a message
-
-
-class Loaded(NamedTuple):
-    """What a restore from the hosts has done."""
-
-    save: LocalSave | None
-    """None if no local save was loaded."""
-    state: Any = None
-    changed: bool = False
-    """Whether a load has failed after others had changed their tensors."""
 
 
 class Holdings:
@@ -95,7 +84,9 @@ class Holdings:
 
 
 class LocalRestore:
-    """Restores local saves of one run. All ranks call it.
+    """One restore from the hosts. All ranks call it.
+
+    ``choose`` finds a save, ``stored`` says what it holds, ``load`` loads it.
 
     Args:
         pieces: the directory of this host.
@@ -114,42 +105,66 @@ class LocalRestore:
         self._host = host
         self._process_group = process_group
         self._timeout = timeout
-
-    def newest(
-        self,
-        state: ShardedStateDict,
-        lowest: int,
-        options: Mapping[str, Any],
-        finite: bool,
-        highest: int | None = None,
-    ) -> Loaded:
-        """Load the newest save that is whole, of the steps from ``lowest`` to ``highest``.
-
-        The log says what came from where, and why a save is not loaded.
-        """
-        changed = False
-        with group_over(self._process_group, self._timeout) as group:
+        self.loaded: LocalSave | None = None
+        """The save that was loaded."""
+        self._stored: dict[LocalSave, MergedSave] = {}
+        # Why a save cannot be loaded; "" if it can.
+        self._problems: dict[LocalSave, str] = {}
+        with self._group() as group:
 
             def holdings() -> tuple[str, list[Piece]]:
-                return self._host, self._pieces.held()
+                return host, pieces.held()
 
-            held = Holdings(group.reduce_broadcast("local pieces", holdings, list))
-            for save in held.saves():
+            answers = group.reduce_broadcast("local pieces", holdings, list)
+        self._held = Holdings(answers)
+
+    def choose(
+        self, lowest: int, highest: int | None = None, finite: bool = False
+    ) -> LocalSave | None:
+        """The newest save that is whole, of the steps from ``lowest`` to ``highest``.
+
+        Reads all pieces of a save, and nothing of the caller's state. The log says why a save is
+        skipped. Raises StorageError if a host refuses to read what no other host has.
+        """
+        with self._group() as group:
+            for save in self._held.saves():
                 if save.step < lowest or (highest is not None and save.step > highest):
                     continue
-                problem = self._check(group, save, held, finite)
-                if not problem:
-                    loaded, problem = self._take(group, save, held, state, options)
-                    if not problem:
-                        return Loaded(save, loaded)
-                    changed = True
-                if group.is_coordinator:
-                    logger.warning("local step %d is skipped: %s", save.step, problem)
-        return Loaded(None, changed=changed)
+                if save not in self._problems:
+                    self._note(group, save, self._check(group, save, finite))
+                if not self._problems[save]:
+                    return save
+        return None
+
+    def stored(self, save: LocalSave) -> MergedSave:
+        """What a save holds: its ``manifest`` is that of the shards of all ranks.
+
+        Reads the small tables of the pieces, once. Raises CorruptCheckpoint if they disagree.
+        """
+        if save not in self._stored:
+
+            def tables() -> list[PieceTable]:
+                mine = self._held.to_check(group.rank, save)
+                held = self._held.holders
+                first = [piece for piece in mine if held(piece)[0] == self._host]
+                return [read_table(self._pieces, piece) for piece in first]
+
+            def merge(parts: Sequence[list[PieceTable]]) -> MergedSave:
+                return MergedSave.of([table for part in parts for table in part])
+
+            with self._group() as group:
+                merged = group.reduce_broadcast("local tables", tables, merge)
+            self._stored[save] = merged
+        return self._stored[save]
+
+    def skip(self, save: LocalSave, problem: str) -> None:
+        """Choose this save no more."""
+        with self._group() as group:
+            self._note(group, save, f"it cannot be loaded: {problem}")
 
     def clear(self, keep: Sequence[LocalSave], into: HostPieces | None = None) -> None:
         """Remove all others from the hosts, and move these ``into`` a directory. Collective."""
-        with group_over(self._process_group, self._timeout) as group:
+        with self._group() as group:
             hosts = group.reduce_broadcast("hosts", lambda: self._host, list)
 
             def work() -> None:
@@ -160,43 +175,60 @@ class LocalRestore:
 
             group.reduce_broadcast("clear", work, len)
 
-    def _check(
-        self, group: Group, save: LocalSave, held: Holdings, finite: bool
-    ) -> str:
+    def _group(self) -> Group:
+        return group_over(self._process_group, self._timeout)
+
+    def _note(self, group: Group, save: LocalSave, problem: str) -> None:
+        self._problems[save] = problem
+        if problem and group.is_coordinator:
+            logger.warning("local step %d is skipped: %s", save.step, problem)
+
+    def _check(self, group: Group, save: LocalSave, finite: bool) -> str:
         """Read all pieces of a save. Returns why it cannot be loaded, or ""."""
+        held = self._held
 
-        def check() -> dict[Piece, str]:
+        def check() -> dict[Piece, PieceProblem]:
             mine = held.to_check(group.rank, save)
-            return {piece: self._pieces.problem(piece, finite) for piece in mine}
+            found = {piece: self._pieces.problem(piece, finite) for piece in mine}
+            return {piece: problem for piece, problem in found.items() if problem}
 
+        refused: dict[int, str] = {}
         checked = group.reduce_broadcast("check local pieces", check, list)
         for rank, problems in enumerate(checked):
             for piece, problem in problems.items():
-                if problem:
-                    held.drop(piece, held.hosts[rank])
-                    if group.is_coordinator:
-                        where = f"{piece.name} on host {held.hosts[rank]!r}"
-                        logger.warning("%s is damaged: %s", where, problem)
+                held.drop(piece, held.hosts[rank])
+                where = f"{piece.name} on host {held.hosts[rank]!r}"
+                text = f"{where} is damaged: {problem.text}"
+                if problem.is_refusal:
+                    text = f"{where} cannot be read: {problem.text}"
+                    refused[piece.rank] = text
+                if group.is_coordinator:
+                    logger.warning("%s", text)
         # The size is that of a directory's name, which may be damaged as well.
         absent = (r for r in range(save.size) if not held.holders(Piece(save, r)))
         lost = list(islice(absent, _NAMED))
+        if lost and refused.keys() >= {*lost}:
+            # This is not damage: the pieces may be whole, and to go back would be final.
+            raise StorageError(
+                f"local step {save.step}: "
+                + join_truncated([refused[rank] for rank in lost], 3)
+                + ". No other host has them. Cure that, and restore again; nothing is removed"
+            )
         if lost:
             return f"no host has the shards of {name_ranks(lost)} undamaged"
         return ""
 
-    def _take(
-        self,
-        group: Group,
-        save: LocalSave,
-        held: Holdings,
-        state: ShardedStateDict,
-        options: Mapping[str, Any],
-    ) -> tuple[Any, str]:
-        """The loaded state of this rank, and why the load has failed on any rank, or ""."""
-        try:
-            strict = parse_strict_flag(options["strict"])
+    def load(
+        self, save: LocalSave, state: ShardedStateDict, options: Mapping[str, Any]
+    ) -> Any:
+        """The loaded state of this rank. The log has a line that says what came from where.
+
+        Raises what ``megackpt.load`` raises, on all ranks.
+        """
+        strict = parse_strict_flag(options["strict"])
+        with self._group() as group:
             if save.size == group.size and strict not in _OF_RANK:
-                self._fetch(group, save, held, [{rank} for rank in range(save.size)])
+                self._fetch(group, save, [{rank} for rank in range(save.size)])
                 path = self._pieces.path(Piece(save, group.rank))
                 # A key that is not in this piece may be in another one.
                 own = {**options, "strict": StrictHandling.RAISE_UNEXPECTED}
@@ -205,39 +237,30 @@ class LocalRestore:
                     "load", partial(_error, loaded), _first
                 )
                 if not problem:
+                    self.loaded = save
                     if StrictHandling.requires_returning_mismatch_keys(strict):
-                        return (loaded.value, set(), set()), ""
-                    return loaded.value, ""
+                        return loaded.value, set(), set()
+                    return loaded.value
                 if group.is_coordinator:
                     logger.info(
                         "local step %d is of another layout: %s", save.step, problem
                     )
-            return self._reshard(group, save, held, state, options, strict), ""
-        except (RankLost, UntrustedClass, RefusedObject):
-            raise
-        except CheckpointingException as error:
-            return None, f"it cannot be loaded: {error}"
+        merged = self.stored(save)
+        with self._group() as group:
+            value = self._reshard(group, merged, state, options, strict)
+        self.loaded = save
+        return value
 
     def _reshard(
         self,
         group: Group,
-        save: LocalSave,
-        held: Holdings,
+        merged: MergedSave,
         state: ShardedStateDict,
         options: Mapping[str, Any],
         strict: StrictHandling,
     ) -> Any:
         """Load a state of another layout from all pieces."""
-
-        def tables() -> list[PieceTable]:
-            mine = held.to_check(group.rank, save)
-            first = [piece for piece in mine if held.holders(piece)[0] == self._host]
-            return [read_table(self._pieces, piece) for piece in first]
-
-        def merge(parts: Sequence[list[PieceTable]]) -> MergedSave:
-            return MergedSave.of([table for part in parts for table in part])
-
-        merged = group.reduce_broadcast("local tables", tables, merge)
+        save = merged.save
 
         def needed() -> tuple[set[int], set[str]]:
             return merged.needed(state, group.rank, strict, options["key_map"])
@@ -252,8 +275,8 @@ class LocalRestore:
             return [ranks for ranks, _ in answers], missing
 
         ranks, missing = group.reduce_broadcast("local plan", needed, plan)
-        self._fetch(group, save, held, ranks)
-        is_first = held.hosts.index(self._host) == group.rank
+        self._fetch(group, save, ranks)
+        is_first = self._held.hosts.index(self._host) == group.rank
 
         def write() -> None:
             if is_first:
@@ -293,10 +316,10 @@ class LocalRestore:
         self,
         group: Group,
         save: LocalSave,
-        held: Holdings,
         needed: Sequence[Collection[int]],
     ) -> None:
         """Send each host the pieces that it lacks. ``needed``: the pieces that each rank reads."""
+        held = self._held
         holders = {rank: held.holders(Piece(save, rank)) for rank in range(save.size)}
         rounds = transfers(needed, held.hosts, holders)
         for turn in rounds:
