@@ -214,9 +214,8 @@ class CheckpointManager(SaveDecisions):
                 )
                 # An error on the hosts is raised after the save in the storage.
                 local = attempt(write)
-                is_only_local = self._only_local == step
                 # Who saves the step again, without asking, wants it in the storage.
-                self._only_local = None
+                is_only_local, self._only_local = self._only_local == step, None
                 if is_only_local or isinstance(local.error, RankLost):
                     local.get()
                     return None
@@ -230,7 +229,10 @@ class CheckpointManager(SaveDecisions):
                 self._on_commit, self._last_save, step, is_coordinator, metric
             )
             path = self.path(step)
+            compared = preprocess_common_before_consistancy_check
             try:
+                if self._local is not None:
+                    self._local.before_storage(step)
                 request = save(
                     state,
                     path,
@@ -239,9 +241,7 @@ class CheckpointManager(SaveDecisions):
                     process_group=self._process_group,
                     timeout=self._timeout,
                     validate_access_integrity=validate_access_integrity,
-                    preprocess_common_before_consistancy_check=(
-                        preprocess_common_before_consistancy_check
-                    ),
+                    preprocess_common_before_consistancy_check=compared,
                     content_metadata=content_metadata,
                     overwrite=overwrite,
                     allow_large_common_state=allow_large_common_state,

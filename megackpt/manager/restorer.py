@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megackpt.async_save import Advance, Work, within
-from megackpt.distributed import Attempt, Group, GroupLike, group_over
+from megackpt.distributed import Group, GroupLike, group_over
 from megackpt.errors import (
     CheckpointReplaced,
     CorruptCheckpoint,
@@ -28,7 +28,6 @@ from megackpt.manager.latest_step import (
     is_new_run,
 )
 from megackpt.manager.local.checkpoints import LocalCheckpoints
-from megackpt.manager.local.pieces import LocalSave
 from megackpt.manager.local.restore import LocalRestore
 from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import Restored, Step, step_number
@@ -77,29 +76,17 @@ class Restorer:
         if wanted is None:
             restored = self._newest(state_dict, options, finite, hosts)
         else:
-            restored = self._given(state_dict, wanted, options, finite, hosts)
+            restored, options = self._load_local(
+                hosts, state_dict, wanted, wanted, options, finite
+            )
+            if restored is None:
+                found = self.on_coordinator(lambda _: self._find_step(wanted))
+                state = self._load(state_dict, found, options)
+                restored = Restored(wanted, state, ())
         if self._local is not None and hosts is not None:
-            self._local.restored(hosts, is_newest=wanted is None)
+            step = -1 if restored is None else restored.step
+            self._local.restored(step, hosts.loaded)
         return restored
-
-    def _given(
-        self,
-        state_dict: ShardedStateDict,
-        step: int,
-        options: dict[str, Any],
-        finite: bool,
-        hosts: LocalRestore | None,
-    ) -> Restored:
-        while hosts is not None:
-            save = hosts.choose(step, step, finite)
-            if save is None:
-                break
-            loaded = self._load_local(hosts, save, state_dict, options)
-            if loaded is not None:
-                return Restored(step, loaded.value, (), "local")
-            options = _requiring_all_keys(options)
-        found = self.on_coordinator(lambda _: self._find_step(step))
-        return Restored(step, self._load(state_dict, found, options), ())
 
     def _newest(
         self,
@@ -111,7 +98,6 @@ class Restorer:
         # Damage that was found by earlier calls does not count: reading may have failed once.
         damaged: dict[str, str] = {}
         replaced = 0
-        changed = False
 
         def find(_: Advance) -> Found:
             retention = self._retention
@@ -122,20 +108,15 @@ class Restorer:
             lowest = -1
             if latest is not None and latest.step is not None:
                 lowest = latest.step
-            save = None
-            if hosts is not None:
-                save = hosts.choose(lowest, finite=finite)
-            if hosts is not None and save is not None:
-                loaded = self._load_local(hosts, save, state_dict, options)
-                if loaded is not None:
-                    return Restored(save.step, loaded.value, skipped, "local")
-                changed = True
-                options = _requiring_all_keys(options)
-                continue
+            local, options = self._load_local(
+                hosts, state_dict, lowest, None, options, finite
+            )
+            if local is not None:
+                return local._replace(skipped=skipped)
             if latest is None or latest.step is None:
                 if not self.on_coordinator(partial(self._is_new, skipped)):
                     continue
-                if changed:
+                if hosts is not None and hosts.changed:
                     raise CorruptCheckpoint(
                         f"no local step of {self._retention.root} can be loaded (the log says "
                         "why), there is none in the storage, and tensors have been changed"
@@ -160,19 +141,23 @@ class Restorer:
 
     def _load_local(
         self,
-        hosts: LocalRestore,
-        save: LocalSave,
+        hosts: LocalRestore | None,
         state_dict: ShardedStateDict,
+        lowest: int,
+        highest: int | None,
         options: dict[str, Any],
-    ) -> Attempt[Any] | None:
-        """The state of a local save; None if it is damaged, and is skipped now."""
-        try:
-            return Attempt(hosts.load(save, state_dict, options))
-        except (CorruptCheckpoint, NotACheckpoint) as error:
-            problem = str(error)
-            check_damage(error, lambda: problem, options["strict"])
-            hosts.skip(save, f"{problem}; the next one must hold all keys asked for")
-            return None
+        finite: bool,
+    ) -> tuple[Restored | None, dict[str, Any]]:
+        """Load the newest good step from the hosts. The options of a later load come with it."""
+        while hosts is not None and (save := hosts.choose(lowest, highest, finite)):
+            try:
+                state = hosts.load(save, state_dict, options)
+                return Restored(save.step, state, (), "local"), options
+            except (CorruptCheckpoint, NotACheckpoint) as error:
+                check_damage(error, error.__str__, options["strict"])
+                hosts.skip(save, str(error))
+                options = _requiring_all_keys(options)
+        return None, options
 
     def _is_new(self, skipped: tuple[Step, ...], _: Advance) -> bool:
         return is_new_run(self._retention.root, skipped)

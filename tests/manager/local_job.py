@@ -38,6 +38,7 @@ class Job:
     options: dict[str, Any]
     ranks: int = RANKS
     per_host: int = 2
+    interval: int = 10
 
     def host(self, rank: int) -> str:
         return f"host{rank // self.per_host}"
@@ -49,7 +50,7 @@ class Job:
 
     def manager(self, group: ThreadedGroup, **options: Any) -> CheckpointManager:
         local = self.tier(group.rank)
-        options = {"save_interval": 10, "process_group": group} | options
+        options = {"save_interval": self.interval, "process_group": group} | options
         return CheckpointManager(self.folder / "run", local=local, **options)
 
     def train(self, *steps: int, **options: Any) -> None:
@@ -60,6 +61,19 @@ class Job:
                 for step in steps:
                     if manager.should_save(step):
                         manager.save(step, state(group, step))
+
+        ThreadedGroup.run(self.ranks, rank)
+
+    def continue_from(self, step: int, *steps: int) -> None:
+        """Restore this step and save these, in one job."""
+
+        def rank(group: ThreadedGroup) -> None:
+            with self.manager(group) as manager:
+                found = manager.restore(state(group, -1), step=step)
+                assert check(group, found) is not None
+                for later in steps:
+                    if manager.should_save(later):
+                        manager.save(later, state(group, later))
 
         ThreadedGroup.run(self.ranks, rank)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import fields
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,14 +203,16 @@ def test_a_step_that_is_saved_again_without_asking_goes_to_the_storage(
 def test_a_step_that_is_saved_again_counts_when_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = two_hosts(tmp_path)
-    clock = iter([2000, 1000])
+    job = two_hosts(tmp_path, generations=3)
+    clock = count(2000, -1)
     fake = SimpleNamespace(time_ns=lambda: next(clock))
-    monkeypatch.setattr("megackpt.manager.local.saves.time", fake)
+    monkeypatch.setattr("megackpt.manager.local.lineage.time", fake)
 
     def rank(group: ThreadedGroup) -> float:
-        with job.manager(group) as manager:
-            for value in (1.0, 2.0):
+        for value in (1.0, 2.0):
+            with job.manager(group) as manager:
+                if value == 2.0:
+                    assert manager.restore(state(group, -1)) is not None
                 assert manager.should_save(11)
                 now = state(group, 11)
                 now["w"].data.fill_(value)

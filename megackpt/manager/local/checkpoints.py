@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import re
-import secrets
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any, TypeVar
 
-from megackpt.async_save import AsyncCallsQueue
+from megackpt.async_save import AsyncCallsQueue, within
 from megackpt.distributed import GroupLike, group_over
-from megackpt.errors import StorageError
-from megackpt.manager.local.pieces import HostPieces, LocalSave
+from megackpt.manager.local.lineage import Line, Lines, read_lines
+from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
 from megackpt.manager.local.restore import LocalRestore
 from megackpt.manager.local.saves import LocalSaves
 from megackpt.manager.local.tier import LocalTier
 from megackpt.state import ShardedStateDict
-from megackpt.storage import digest, root_at
+from megackpt.storage import digest
 from megackpt.strategies import CheckValues, Strategy, StrategyLike
 
-_RUN_FILE = ".megackpt-run"
-"""In the directory of the run: its id. Who removes the run, and starts again, has another one."""
-
-_How = Literal["read", "create", "renew"]
+T = TypeVar("T")
 
 
 class LocalCheckpoints:
@@ -57,6 +54,12 @@ class LocalCheckpoints:
         self._timeout = timeout
         self._queue = queue
         self._saves: LocalSaves | None = None
+        name = digest(root.encode()).hex()[:16]
+        self._pieces = HostPieces(os.path.abspath(tier.path), name)
+        # The step from which the run continues, and the local save if it is one.
+        self._restored = sys.maxsize
+        self._loaded: LocalSave | None = None
+        self._line: Line | None = None
 
     @property
     def failed_saves(self) -> int:
@@ -71,37 +74,65 @@ class LocalCheckpoints:
         ``options``: those of ``megackpt.save`` that change what is stored.
         """
         if step % self._tier.every == 0:
-            self._get_saves().save(step, state, asynchronous, options)
+            line = self._begin_line(step)
+            saves = self._get_saves()
+            if not line.is_begun:
+                saves.begin(self._found(line))
+                line.is_begun = True
+            saves.save(step, state, asynchronous, options, line)
 
-    def begin_restore(self) -> LocalRestore | None:
-        """A restore from the hosts; None if the run has no local steps yet. Collective.
+    def before_storage(self, step: int) -> None:
+        """A save of this step in the storage begins. Collective.
+
+        As soon as it is complete, the local steps that it does not continue are given up.
+        """
+        line = self._begin_line(step)
+        if line.former and not line.is_promised:
+            self._on_storage(partial(line.promise, step))
+        line.is_promised = True
+
+    def begin_restore(self) -> LocalRestore:
+        """A restore from the hosts, which changes nothing there. Collective.
 
         A save that is running is finalized first. Raises its error if it has failed.
         """
         self.poll(blocking=True)
-        pieces = self._pieces("read")
-        if pieces is None:
-            return None
         host, group = self._tier.hostname, self._process_group
-        return LocalRestore(pieces, host, group, self._timeout)
+        return LocalRestore(self._pieces, host, group, self._timeout, self._lines())
 
-    def restored(self, restore: LocalRestore, is_newest: bool) -> None:
-        """The run continues from the save that was loaded, or from the storage. Collective."""
-        keep = [] if restore.loaded is None else [restore.loaded]
-        # Later steps, and those of other runs at this step, are not continued.
-        self._keep_only(restore, keep, renew=not (keep and is_newest))
+    def restored(self, step: int, loaded: LocalSave | None) -> None:
+        """The run continues from this step (-1: it begins). ``loaded``: the local save of it."""
+        self._restored, self._loaded, self._line = step, loaded, None
 
-    def _keep_only(
-        self, restore: LocalRestore, keep: list[LocalSave], renew: bool
-    ) -> None:
-        """Remove all other local steps; with ``renew`` also those of hosts that are away now.
+    def _begin_line(self, step: int) -> Line:
+        """The line of a save of this step."""
+        if self._line is None:
+            # Who saves a step again, or an earlier one, has gone back without a restore.
+            last = min(self._restored, step - 1)
+            self._line = Line(self._root, self._lines(), last)
+        return self._line
 
-        These are not found when they come back: the run gets another id.
-        """
-        renewed = self._pieces("renew") if renew else None
-        restore.clear(keep, renewed)
-        if keep or self._saves is not None:
-            self._get_saves().restored(keep, renewed)
+    def _found(self, line: Line) -> list[LocalSave]:
+        """The saves on the hosts that count, in order; the one that was loaded is the last."""
+
+        def find(answers: Sequence[list[Piece]]) -> list[LocalSave]:
+            held = {piece.save for pieces in answers for piece in pieces}
+            counting = [save for save in held if save.counts(line.former)]
+            return sorted(counting, key=lambda save: (save == self._loaded, save))
+
+        with group_over(self._process_group, self._timeout) as group:
+            return group.reduce_broadcast("local pieces", self._pieces.held, find)
+
+    def _lines(self) -> Lines:
+        return self._on_storage(partial(read_lines, self._root))
+
+    def _on_storage(self, work: Callable[[], T]) -> T:
+        """The result of rank 0, on all ranks. StorageError if its storage does not answer."""
+        name = f"which local steps count, in {self._root} (rank 0)"
+        with group_over(self._process_group, self._timeout) as group:
+            return group.broadcast(
+                "local steps", lambda: within(self._timeout, name, lambda _: work())
+            )
 
     def poll(self, blocking: bool = False) -> None:
         """Finalize a local save that all ranks have ended. Collective while one is running."""
@@ -115,40 +146,12 @@ class LocalCheckpoints:
 
     def _get_saves(self) -> LocalSaves:
         if self._saves is None:
-            pieces = self._pieces("create")
-            if pieces is None:
-                raise StorageError(f"{self._root}: {_RUN_FILE} was removed meanwhile")
             self._saves = LocalSaves(
                 self._tier,
-                pieces,
+                self._pieces,
                 self._strategy,
                 self._process_group,
                 self._timeout,
                 self._queue,
             )
         return self._saves
-
-    def _pieces(self, how: _How) -> HostPieces | None:
-        """The directory of this run on this host; None if the run has no local steps yet."""
-
-        def find() -> tuple[str, str]:
-            return digest(self._root.encode()).hex()[:16], _run_id(self._root, how)
-
-        with group_over(self._process_group, self._timeout) as group:
-            root, run = group.broadcast("find", find)
-        if not run:
-            return None
-        return HostPieces(os.path.abspath(self._tier.path), root, run)
-
-
-def _run_id(root: str, how: _How) -> str:
-    """The id of the run in its directory. "read": "" if there is none; "renew": another one."""
-    with suppress(FileNotFoundError):
-        text = root_at(root).get(_RUN_FILE, 64).decode("ascii", "replace")
-        if re.fullmatch("[0-9a-f]{16}", text) and how != "renew":
-            return text
-    if how == "read":
-        return ""
-    run = secrets.token_hex(8)
-    root_at(root, create=True).put(_RUN_FILE, run.encode())
-    return run

@@ -19,6 +19,7 @@ from megackpt.storage import LocalStorage, digest
 
 _STEP = re.compile("step_([0-9]+)_([0-9a-f]+)")
 _RANK = re.compile("rank_([0-9]+)_of_([0-9]+)")
+_LINE = 24  # characters of the id of a line
 _PARTIAL = ".partial"
 _BUFFER = 4 << 20  # bytes that are read or received at a time
 
@@ -28,8 +29,13 @@ class LocalSave(NamedTuple):
 
     step: int
     id: str
+    """That of its line, and its number there."""
     size: int
     """The number of ranks."""
+
+    def counts(self, lines: Mapping[str, int]) -> bool:
+        """Whether the save is one of these lines, and not after the last step of it."""
+        return self.step <= lines.get(self.id[:_LINE], -1)
 
     @property
     def folder(self) -> str:
@@ -65,27 +71,16 @@ class PieceFiles(NamedTuple):
         return sum(self.sizes.values())
 
 
-class PieceProblem(NamedTuple):
-    """Why a piece cannot be loaded."""
-
-    text: str
-    is_refusal: bool
-    """The host refuses to read it now (no permission, input/output errors). It may be whole."""
-
-
 class HostPieces:
     """The pieces of one run on this host, whose ranks share them.
 
     Args:
         path: of the tier.
         root: identifies the directory of the run.
-        run: its id, which changes when the directory is removed and the run starts again.
     """
 
-    def __init__(self, path: str, root: str, run: str) -> None:
-        self._path = path
-        self._root = root
-        self.location = f"{path}/{root}-{run}"
+    def __init__(self, path: str, root: str) -> None:
+        self.location = f"{path}/{root}"
 
     def path(self, piece: Piece) -> str:
         return f"{self.location}/{piece.name}"
@@ -113,7 +108,7 @@ class HostPieces:
         return {name for name in names if name.startswith(prefix)}
 
     def clear(self, keep: Iterable[LocalSave]) -> None:
-        """Remove everything but these saves: unfinished pieces, and earlier runs at this root."""
+        """Remove everything but these saves, such as unfinished pieces."""
         for path in self._superfluous(keep):
             folder, name = os.path.split(path)
             LocalStorage(folder).delete(name)
@@ -127,21 +122,8 @@ class HostPieces:
 
     def _superfluous(self, keep: Iterable[LocalSave]) -> list[str]:
         kept = {save.folder for save in keep}
-        own = LocalStorage(self.location, create=True).list()
-        runs = LocalStorage(self._path).list()
-        found = [
-            f"{self._path}/{run}" for run in runs if run.startswith(f"{self._root}-")
-        ]
-        found.remove(self.location)
-        found += [f"{self.location}/{entry}" for entry in own if entry not in kept]
-        return found
-
-    def problem(self, piece: Piece, finite: bool = False) -> PieceProblem | None:
-        """What is wrong with a piece, all of which is read.
-
-        ``finite``: values that are NaN or infinite, which its save has noted, are wrong as well.
-        """
-        return _problem(self.path(piece), finite)
+        entries = LocalStorage(self.location, create=True).list()
+        return [f"{self.location}/{entry}" for entry in entries if entry not in kept]
 
     def describe(self, piece: Piece) -> PieceFiles:
         """The files of a piece that are sent."""
@@ -191,10 +173,9 @@ class HostPieces:
             raise CorruptCheckpoint(
                 f"{self.location}/{partial}: {INDEX} was changed on its way from another host"
             )
-        if problem := _problem(f"{self.location}/{partial}"):
-            kind = StorageError if problem.is_refusal else CorruptCheckpoint
-            raise kind(
-                f"{self.location}/{partial}, received from another host: {problem.text}"
+        if problem := find_problem(f"{self.location}/{partial}"):
+            raise type(problem)(
+                f"{self.location}/{partial}, received from another host: {problem}"
             )
         storage.delete(piece.name)
         storage.rename(partial, piece.name)
@@ -236,19 +217,26 @@ def transfer(
     group.reduce_broadcast("check local pieces", accept, len)
 
 
-def _problem(path: str, finite: bool = False) -> PieceProblem | None:
+def find_problem(
+    path: str, finite: bool = False
+) -> StorageError | CorruptCheckpoint | None:
+    """What is wrong with the piece at a path, all of which is read.
+
+    StorageError: the host refuses to read it now, and it may be whole. ``finite``: values that are
+    NaN or infinite, which its save has noted, are wrong as well.
+    """
     try:
         report = verify(path, whole=False, timeout=None)
-        problems = report.problems or report.unread
-        if finite and not problems:
-            problems = tuple(filter(None, [open_checkpoint(path).manifest.nonfinite()]))
-    except (CheckpointingException, OSError) as error:
-        is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        is_refusal = isinstance(error, (StorageError, OSError)) and not is_gone
-        return PieceProblem(str(error) or repr(error), is_refusal)
-    if not problems:
-        return None
-    return PieceProblem("; ".join(problems[:3]), problems is report.unread)
+        problems = list(report.problems)
+        if report.unread and not problems:
+            return StorageError("; ".join(report.unread[:3]))
+        if finite:
+            problems += filter(None, [open_checkpoint(path).manifest.nonfinite()])
+    except StorageError as error:
+        return error
+    except (CheckpointingException, FileNotFoundError) as error:
+        problems = [str(error)]
+    return CorruptCheckpoint("; ".join(problems[:3])) if problems else None
 
 
 def _piece(folder: str, name: str) -> Piece | None:

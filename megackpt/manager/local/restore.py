@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -18,9 +17,15 @@ from megackpt.distributed import (
     attempt,
     group_over,
 )
-from megackpt.errors import StorageError, join_truncated, name_ranks
+from megackpt.errors import (
+    CheckpointingException,
+    StorageError,
+    join_truncated,
+    name_ranks,
+)
 from megackpt.loader import load
 from megackpt.loader.comparison import find_missing
+from megackpt.manager.local.lineage import Lines
 from megackpt.manager.local.merged import (
     MergedSave,
     PieceTable,
@@ -31,7 +36,7 @@ from megackpt.manager.local.pieces import (
     HostPieces,
     LocalSave,
     Piece,
-    PieceProblem,
+    find_problem,
     transfer,
 )
 from megackpt.manager.local.saves import as_one_rank
@@ -92,6 +97,7 @@ class LocalRestore:
         pieces: the directory of this host.
         host: its name.
         process_group: of all ranks.
+        lines: say which saves count.
     """
 
     def __init__(
@@ -100,6 +106,7 @@ class LocalRestore:
         host: str,
         process_group: GroupLike,
         timeout: timedelta,
+        lines: Lines,
     ) -> None:
         self._pieces = pieces
         self._host = host
@@ -107,6 +114,8 @@ class LocalRestore:
         self._timeout = timeout
         self.loaded: LocalSave | None = None
         """The save that was loaded."""
+        self.changed = False
+        """Whether a load has failed that may have changed tensors."""
         self._stored: dict[LocalSave, MergedSave] = {}
         # Why a save cannot be loaded; "" if it can.
         self._problems: dict[LocalSave, str] = {}
@@ -116,7 +125,15 @@ class LocalRestore:
                 return host, pieces.held()
 
             answers = group.reduce_broadcast("local pieces", holdings, list)
-        self._held = Holdings(answers)
+            self._held = Holdings(answers)
+            saves = self._held.saves()
+            self._saves = [save for save in saves if save.counts(lines)]
+            if saves[:1] != self._saves[:1] and group.is_coordinator:
+                logger.warning(
+                    "local step %d is skipped: its save was not complete, or it belongs to a "
+                    "future that was given up or to another run",
+                    saves[0].step,
+                )
 
     def choose(
         self, lowest: int, highest: int | None = None, finite: bool = False
@@ -127,7 +144,7 @@ class LocalRestore:
         skipped. Raises StorageError if a host refuses to read what no other host has.
         """
         with self._group() as group:
-            for save in self._held.saves():
+            for save in self._saves:
                 if save.step < lowest or (highest is not None and save.step > highest):
                     continue
                 if save not in self._problems:
@@ -158,22 +175,14 @@ class LocalRestore:
         return self._stored[save]
 
     def skip(self, save: LocalSave, problem: str) -> None:
-        """Choose this save no more."""
+        """Choose this save no more. A load that has failed may have changed tensors."""
+        self.changed = True
         with self._group() as group:
-            self._note(group, save, f"it cannot be loaded: {problem}")
-
-    def clear(self, keep: Sequence[LocalSave], into: HostPieces | None = None) -> None:
-        """Remove all others from the hosts, and move these ``into`` a directory. Collective."""
-        with self._group() as group:
-            hosts = group.reduce_broadcast("hosts", lambda: self._host, list)
-
-            def work() -> None:
-                if hosts.index(self._host) == group.rank:
-                    self._pieces.clear(keep)
-                    if into is not None:
-                        os.rename(self._pieces.location, into.location)
-
-            group.reduce_broadcast("clear", work, len)
+            self._note(
+                group,
+                save,
+                f"it cannot be loaded, and the next one must hold all keys asked for: {problem}",
+            )
 
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
@@ -187,20 +196,22 @@ class LocalRestore:
         """Read all pieces of a save. Returns why it cannot be loaded, or ""."""
         held = self._held
 
-        def check() -> dict[Piece, PieceProblem]:
+        def check() -> dict[Piece, CheckpointingException | None]:
             mine = held.to_check(group.rank, save)
-            found = {piece: self._pieces.problem(piece, finite) for piece in mine}
-            return {piece: problem for piece, problem in found.items() if problem}
+            path = self._pieces.path
+            return {piece: find_problem(path(piece), finite) for piece in mine}
 
         refused: dict[int, str] = {}
         checked = group.reduce_broadcast("check local pieces", check, list)
         for rank, problems in enumerate(checked):
             for piece, problem in problems.items():
+                if problem is None:
+                    continue
                 held.drop(piece, held.hosts[rank])
                 where = f"{piece.name} on host {held.hosts[rank]!r}"
-                text = f"{where} is damaged: {problem.text}"
-                if problem.is_refusal:
-                    text = f"{where} cannot be read: {problem.text}"
+                text = f"{where} is damaged: {problem}"
+                if isinstance(problem, StorageError):
+                    text = f"{where} cannot be read: {problem}"
                     refused[piece.rank] = text
                 if group.is_coordinator:
                     logger.warning("%s", text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -26,6 +25,7 @@ from megackpt.distributed import (
 )
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.loader.row_reader import destination
+from megackpt.manager.local.lineage import Line
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
 from megackpt.manager.local.tier import LocalTier
 from megackpt.saver import save
@@ -100,11 +100,12 @@ class LocalSaves:
         """Whether a local save is not finalized."""
         return self._queue.get_num_unfinalized_calls() > 0
 
-    def restored(self, kept: list[LocalSave], moved: HostPieces | None) -> None:
-        """Only these saves are left; they have ``moved`` to another directory, or not."""
-        self._complete = kept
-        if moved is not None:
-            self._pieces = moved
+    def begin(self, found: list[LocalSave]) -> None:
+        """A line begins, with these saves on the hosts, in order.
+
+        The last ones stay until a save is complete.
+        """
+        self._complete = found
 
     def save(
         self,
@@ -112,10 +113,11 @@ class LocalSaves:
         state: ShardedStateDict,
         asynchronous: bool,
         options: Mapping[str, Any],
+        line: Line,
     ) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
-        ``options``: those of ``megackpt.save`` that change what is stored.
+        ``options``: those of ``megackpt.save`` that change what is stored. ``line``: of the save.
         Raises StorageError if a host has no space for it.
         """
         if self.running:
@@ -127,7 +129,7 @@ class LocalSaves:
         own = as_one_rank(state)
         with self._group() as group:
             try:
-                agreed = self._prepare(group, step, nbytes_of(own))
+                agreed = self._prepare(group, step, nbytes_of(own), line)
             except CheckpointingException as error:
                 name = f"step {step} on the hosts"
                 if not self._queue.failures.tolerates(
@@ -155,10 +157,13 @@ class LocalSaves:
 
         def work(_: Advance) -> None:
             with task.waiting_for_ranks():
-                self._store(piece, kept, begin)
+                self._store(piece, kept, begin, line)
+
+        def complete() -> None:
+            self._complete.append(agreed)
+            line.is_complete = True
 
         task = Task(work, f"step {step} on the hosts")
-        complete = partial(self._complete.append, agreed)
         request = AsyncRequest(Pending(task, group), (), [complete])
         if not asynchronous:
             task.perform()
@@ -184,7 +189,7 @@ class LocalSaves:
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
-    def _prepare(self, group: Group, step: int, nbytes: int) -> LocalSave:
+    def _prepare(self, group: Group, step: int, nbytes: int, line: Line) -> LocalSave:
         """Check that all hosts have space for a save, and agree on its id.
 
         ``nbytes``: of this rank's shards.
@@ -206,10 +211,7 @@ class LocalSaves:
                     f"the ranks save different steps: {sorted({*steps})}"
                 )
             self._check_space(needed, free, self._tier.generations - len(kept))
-            # Saves of one step are sorted by their ids. The clock may have been set back.
-            last = int(self._complete[-1].id[:16], 16) if self._complete else 0
-            now = max(time.time_ns(), last + 1)
-            return LocalSave(step, f"{now:016x}{secrets.token_hex(4)}", group.size)
+            return line.new_save(step, group.size)
 
         return group.reduce_broadcast("local save", work, decide)
 
@@ -268,6 +270,7 @@ class LocalSaves:
         piece: Piece,
         kept: Sequence[LocalSave],
         begin: Callable[[], AsyncRequest | None],
+        line: Line,
     ) -> None:
         """Remove all steps but ``kept``, write the piece, and exchange copies with other hosts."""
 
@@ -291,6 +294,8 @@ class LocalSaves:
             group.reduce_broadcast("local save", write, len)
             if any(self._targets):
                 transfer(group, self._pieces, sent, received)
+            if not line.is_complete:
+                group.broadcast("note the run", line.write)
 
 
 def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:

@@ -1,0 +1,101 @@
+"""Which local saves count: the lines of the run, in two equal files beside its steps.
+
+A *line* is what one job saves between two restores. Each local save has the id of its line. A host
+that was away may come back with saves of a line that was left at an earlier step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import sys
+import time
+from contextlib import suppress
+from threading import Lock
+
+from megackpt.errors import CorruptCheckpoint
+from megackpt.manager.local.pieces import LocalSave
+from megackpt.manager.run_directory import list_run
+from megackpt.storage import digest, root_at
+
+logger = logging.getLogger("megackpt.manager")
+
+Lines = dict[str, int]
+"""The lines that lead to the present of a run: their ids, and the last step of each that counts."""
+
+_FILES = ".megackpt-run", ".megackpt-run.copy"
+
+
+class Line:
+    """The line that a manager saves. It counts as soon as its first save is complete.
+
+    Args:
+        root: the directory or URL of the run.
+        former: the lines that count until then.
+        last: their last step that counts afterwards.
+    """
+
+    def __init__(self, root: str, former: Lines, last: int) -> None:
+        self._root, self.former = root, former
+        self._left = {line: min(step, last) for line, step in former.items()}
+        # Greater than the ids before, whatever the clock says. That of rank 0 is used.
+        now = max(time.time_ns(), int(max(former, default="0")[:16], 16) + 1)
+        self._id = f"{now:016x}{secrets.token_hex(4)}"
+        self.is_begun = self.is_complete = self.is_promised = False
+        self._saves = 0
+        # The thread of a local save writes the files, too.
+        self._lock = Lock()
+        self._is_written = False
+
+    def new_save(self, step: int, size: int) -> LocalSave:
+        """A save of so many ranks. On rank 0."""
+        self._saves += 1
+        return LocalSave(step, f"{self._id}{self._saves:08x}", size)
+
+    def promise(self, first: int) -> None:
+        """The step ``first`` will be saved in the storage, as the first of this line. On rank 0.
+
+        Steps that the line does not continue count until that is complete.
+        """
+        with self._lock:
+            if not self._is_written:
+                _write(self._root, lines=self.former, first=first, then=self._left)
+
+    def write(self) -> None:
+        """A local save is complete: the line counts, steps that it left do not. On rank 0."""
+        with self._lock:
+            _write(self._root, lines=self._left | {self._id: sys.maxsize})
+            self._is_written = True
+
+
+def _write(root: str, **table: int | Lines) -> None:
+    body = json.dumps(table).encode()
+    storage = root_at(root, create=True)
+    # The copy first: what a reader finds in the file is in both.
+    for name in reversed(_FILES):
+        if storage.size(name) is None:
+            storage.delete(name)  # a directory of this name
+        storage.put(name, f"{digest(body).hex()}\n".encode() + body)
+
+
+def read_lines(root: str) -> Lines:
+    """The lines that count: none, if the files are absent or both are damaged.
+
+    The log has a warning about damage. Raises StorageError if the storage refuses to read them.
+    """
+    for name in _FILES:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            try:
+                head, _, body = root_at(root).get(name).partition(b"\n")
+                if head != digest(body).hex().encode():
+                    raise CorruptCheckpoint(f"{root}/{name} is damaged")
+            except CorruptCheckpoint as error:
+                text = "%s. If %s is damaged, too, no step on the hosts counts; the storage is whole"
+                logger.warning(text, error, _FILES[1])
+                continue
+            table = json.loads(body)
+            newest = list_run(root).latest if "first" in table else None
+            is_kept = newest is not None and (newest.step or 0) >= table["first"]
+            return dict(table["then" if is_kept else "lines"])
+    return {}
