@@ -48,13 +48,15 @@ class CachedPlan:
     """A rank's part of an earlier planning round.
 
     ``first_id`` is the id of the save that made it, alike on all ranks. Only the coordinator has
-    ``manifest``. ``audit`` is the rank's and rank 0's part of the saver's audit.
+    ``manifest``. ``audit`` is the rank's and rank 0's part of the saver's audit. ``differed``: the
+    common state of this rank differed from rank 0's in that round.
     """
 
     first_id: str
     plan: SavePlan
     manifest: Manifest | None = None
     audit: tuple[Any, Any] = (None, None)
+    differed: bool = False
     _uses: Iterator[int] = field(default_factory=count)
 
     def next_save_id(self) -> str:

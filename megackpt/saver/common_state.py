@@ -182,9 +182,9 @@ def warn_of_difference(rank: int, rank_0s: bytes, own: Any) -> None:
 
 
 def _compare(rank: int, rank_0s: Any, own: Any) -> None:
-    only_own, only_rank_0s, mismatched = tree.diff(
-        tree.dict_list_map_outplace(_comparable, own),
+    only_rank_0s, only_own, mismatched = tree.diff(
         tree.dict_list_map_outplace(_comparable, rank_0s),
+        tree.dict_list_map_outplace(_comparable, own),
     )
     if only_own or only_rank_0s or mismatched:
         # The texts are made here, not in a log handler: the repr of a key may raise.

@@ -55,6 +55,7 @@ class RankPart:
     manifest: Manifest | None
     replicas: RankReplicas | None = None
     all_replicas: AllReplicas | None = None
+    differed: bool = False
 
     def between_audits(self, declared: Declarations) -> RankPart:
         """For a save that ``Strategy.audit_every`` leaves out: it compares small replicas."""

@@ -95,8 +95,8 @@ def save(
             ("zarr", 2), or a Strategy with its policy. ``convert`` alone writes "torch".
         common_strategy: not supported, as in Megatron-Core (NotImplementedError).
         validate_access_integrity: check that the main replicas of all ranks tile every tensor
-            exactly, and warn on ranks whose common state differs from rank 0's (when a plan is
-            made, not when one is reused).
+            exactly, and warn on ranks whose common state differs from rank 0's. Saves of the same
+            declarations warn once of a rank.
         preprocess_common_before_consistancy_check: gives the view of the common state used in
             that comparison. An error in it, or in comparing, is logged; the save continues.
         async_sharded_save: return as soon as the tensors may be changed, with an AsyncRequest
@@ -242,7 +242,9 @@ def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     held = cache_of(group.identity).get(request.fingerprint)
     if held is None:
         return None
-    return RankPart(held.next_save_id(), held.plan, held.manifest, *held.audit)
+    return RankPart(
+        held.next_save_id(), held.plan, held.manifest, *held.audit, held.differed
+    )
 
 
 def _all_ranks_reuse(
@@ -253,9 +255,11 @@ def _all_ranks_reuse(
 ) -> tuple[bool, int]:
     """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective.
 
-    Also returns how many saves of its declarations rank 0 has begun before, for the audit.
+    So must the common state, which is compared when a plan is made. A rank where it differed then
+    abstains. Also returns how many saves of its declarations rank 0 has begun before, for the
+    audit.
     """
-    votes = [_NO_PLAN] * 4
+    votes = [_NO_PLAN] * 6
     turn = 2**63 - 1  # never the lowest
     if group.is_coordinator:
         known = declared.value.fingerprint if declared.value is not None else None
@@ -264,10 +268,17 @@ def _all_ranks_reuse(
         request = declared.get()
         number = digest_number(cached.save_id.encode() + os.fsencode(request.directory))
         groups = request.group_votes(may_abstain=not group.is_coordinator)
-        votes = [number, -number, *groups]
+        views: list[int] | None = [0, 0]
+        if cached.differed:
+            views = [2**63 - 1] * 2  # never the lowest
+        elif request.checked and group.size > 1:
+            views = attempt(request.view_votes).value
+        if views is not None:
+            votes = [number, -number, *groups, *views]
     # The lowest of t and the lowest of -t are opposites exactly if all t are equal.
-    plan, minus_plan, groups_number, minus_groups, turn = group.lowest([*votes, turn])
-    agreed = plan == -minus_plan and groups_number == -minus_groups
+    *lowest, turn = group.lowest([*votes, turn])
+    numbers, negatives = lowest[::2], lowest[1::2]
+    agreed = all(a == -b for a, b in zip(numbers, negatives, strict=True))
     if agreed:
         untrusted = declared.get().untrusted
         _warn_of_untrusted([t for t in untrusted if t not in _named_classes])
@@ -318,11 +329,14 @@ def make_plan(
     request, manifest, all_replicas = declared.get(), None, None
     if planned:
         request, manifest, all_replicas = planned[0]
+    differs = reply.common is not None
     if reply.common is not None:
         warn_of_difference(group.rank, reply.common, request.compared)
     plan = replace(reply.plan, tensors=request.declared.tensors)
     if request.fingerprint is not None:
-        held = CachedPlan(reply.save_id, plan, manifest, (reply.replicas, all_replicas))
+        held = CachedPlan(
+            reply.save_id, plan, manifest, (reply.replicas, all_replicas), differs
+        )
         cache_of(group.identity).put(request.fingerprint, held)
     part = RankPart(reply.save_id, plan, manifest, reply.replicas, all_replicas)
     return request, part

@@ -215,6 +215,11 @@ class SaveRequest:
         number = digest_number(repr(texts).encode())
         return [number, -number]
 
+    def view_votes(self) -> list[int]:
+        """A number and its negative, alike on ranks that compare equal views of the common state."""
+        number = digest_number(pickled(COMMON, self.compared))
+        return [number, -number]
+
     def needed_groups(self) -> dict[str, HeldGroup]:
         """The groups with parameters on this rank; their values, if small enough to send."""
         needed = {}

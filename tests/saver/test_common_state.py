@@ -46,6 +46,33 @@ def test_only_rank_zeros_common_state_is_stored_and_differences_are_told(
     ]
 
 
+def test_a_difference_in_a_later_save_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later saves reuse the plan of the first one, for which all ranks were alike."""
+
+    def run(group: ThreadedGroup) -> None:
+        for step in range(4):
+            state = {**model(group.rank, 3, 1, 1), "step": step}
+            if step >= 2 and group.rank == 2:
+                state |= {"lr": 0.1, "step": "2"}
+            group.log.clear()
+            megackpt.save(state, tmp_path / f"{step}", process_group=group)
+            planned = "scatter" in group.log
+            assert planned == (step in (0, 2)), step
+
+    with caplog.at_level(logging.WARNING):
+        ThreadedGroup.run(3, run)
+    expected = (
+        "Rank 2 common state dict differs from rank 0 common state dict. "
+        "Keys only on rank 0: [], Keys only on 2: [('lr',)], Mismatched keys: "
+        "[(('step',), <class 'int'>, <class 'str'>)]"
+    )
+    assert [r.message for r in caplog.records if "common state" in r.message] == [
+        expected
+    ]
+
+
 class OfRankZero:
     def __getstate__(self) -> int:
         return 1
