@@ -66,6 +66,8 @@ class LoadRequest:
     key_map: KeyMap | None = None
     verify: bool = True
     trusted: Sequence[type] = ()
+    advise: bool = True
+    """Name similar stored keys in the text about unexpected ones."""
 
     def __post_init__(self) -> None:
         if self.dtype_policy not in ("convert", "error"):
@@ -136,10 +138,14 @@ class Comparison:
         _warn_of_undeclared(extracted, manifest)
         asked = strict.requested(declared)
         unexpected = asked - strict.stored(manifest)
-        default = request.strict is StrictHandling.ASSUME_OK_UNEXPECTED
-        raising = default or StrictHandling.requires_raising(request.strict)
+        # With RAISE_ALL ``find_missing`` raises, for both kinds of keys and all ranks.
+        raising = StrictHandling.requires_all_keys(
+            request.strict
+        ) and not StrictHandling.requires_global_app_metadata(request.strict)
         if unexpected and (raising or StrictHandling.requires_logging(request.strict)):
-            text = strict.describe_unexpected(unexpected, manifest, asked)
+            text = strict.describe_unexpected(
+                unexpected, manifest, asked, request.advise
+            )
             if raising:
                 raise MismatchError(text)
             logger.warning("%s", text)
@@ -218,15 +224,27 @@ def check_coverage(
 
 
 def find_missing(
-    names: Sequence[Collection[str]], manifest: Manifest, flag: StrictHandling
+    names: Sequence[Collection[str]],
+    manifest: Manifest,
+    flag: StrictHandling,
+    absent: Iterable[str] = (),
 ) -> set[str]:
-    """On rank 0: the stored keys that no rank asks for; ``names[i]`` are those of rank i.
+    """On rank 0: the stored keys that no rank asks for; rank i asks for the keys ``names[i]``.
 
-    Raises MismatchError for them, or logs them, as the strictness says.
+    Logs them if the strictness says so. With RAISE_ALL raises MismatchError for them, for the
+    keys that any rank asks for and that are not stored, and for ``absent``.
     """
-    missing = strict.stored(manifest).difference(*names)
-    if missing and StrictHandling.requires_raising(flag):
-        raise MismatchError(strict.describe_missing(missing))
+    known = strict.stored(manifest)
+    asked = set[str]().union(*names)
+    missing = known - asked
+    unexpected = (asked - known).union(absent)
+    if StrictHandling.requires_raising(flag) and (missing or unexpected):
+        texts = []
+        if unexpected:
+            texts.append(strict.describe_unexpected(unexpected, manifest, asked))
+        if missing:
+            texts.append(strict.describe_missing(missing))
+        raise MismatchError("\n".join(texts))
     if missing and StrictHandling.requires_logging(flag):
         logger.warning("%s", strict.describe_missing(missing))
     return strict.keys(missing, manifest.tensors)

@@ -7,6 +7,7 @@ this object, and its load runs pickle.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -65,11 +66,14 @@ else:
     except ImportError:
         TensorAwareStateDict = object
 
+logger = logging.getLogger("megackpt.megatron")
+
 PARALLEL = "fully_parallel"
 ALGORITHMS = ("atomic", PARALLEL)
 CONTENT_METADATA = "content_metadata"
-Sent = tuple[Declarations, Declarations, set[str]]
-"""What rank 0 gets: the shards that are held, those asked for, and the names of these."""
+Sent = tuple[Declarations, Declarations, set[str], set[str]]
+"""What rank 0 gets: the shards that are held, those asked for, the names of these, and the names
+that the rank does not hold."""
 
 
 @dataclass(eq=False)
@@ -201,6 +205,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             sharded_state_dict,
             strict=flag,
             validate=validate_access_integrity,
+            # Megatron's callers search these texts for keys.
+            advise=not StrictHandling.requires_raising(flag),
         )
         needs_names = StrictHandling.requires_global_app_metadata(flag)
         leaves = list(tree.nested_values(self.sharded_state_dict))
@@ -216,20 +222,22 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             asked: set[str] = set()
             if needs_names:
                 asked = strictness.requested(compared.declared)
-            return compared, (held, compared.declared, asked)
+            return compared, (held, compared.declared, asked, compared.unexpected)
 
         def judge(parts: Sequence[Sent]) -> set[str]:
-            manifest = _manifest([held for held, _, _ in parts])
+            manifest = _manifest([held for held, *_ in parts])
             if request.validate:
-                check_coverage([part for _, part, _ in parts], manifest, request)
+                check_coverage([part[1] for part in parts], manifest, request)
             if not needs_names:
                 return set()
-            return find_missing([names for _, _, names in parts], manifest, flag)
+            absent = set[str]().union(*(part[3] for part in parts))
+            return find_missing([part[2] for part in parts], manifest, flag, absent)
 
         with group_over() as group:
             found = attempt(compare)
             missing = group.reduce_broadcast("compare", lambda: found.get()[1], judge)
         compared, _ = found.get()
+        _warn_of_left_out(compared, group.rank)
 
         def fill() -> dict[Any, Any]:
             wanted = _wanted(compared)
@@ -385,6 +393,19 @@ def _with_elements(extracted: Extracted) -> dict[_ShardId, ShardedTensor]:
 def _wanted(compared: Comparison) -> list[ShardedTensor | ShardedObject]:
     """The shards to load."""
     return [compared.extracted.shards[number] for number in compared.kept.tolist()]
+
+
+def _warn_of_left_out(compared: Comparison, rank: int) -> None:
+    kept = set(compared.kept.tolist())
+    shards = enumerate(compared.extracted.shards)
+    left_out = {repr(shard.key) for row, shard in shards if row not in kept}
+    if left_out:
+        logger.warning(
+            "the local checkpoint of rank %d lacks keys that are asked for: %s. Their tensors are "
+            "left as they were, and the returned state does not have them",
+            rank,
+            join_truncated(sorted(left_out), 50, ", "),
+        )
 
 
 def _check_boxes(

@@ -151,13 +151,20 @@ def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
 
 
 def describe_unexpected(
-    names: Collection[str], manifest: Manifest, asked: Collection[str] = ()
+    names: Collection[str],
+    manifest: Manifest,
+    asked: Collection[str] = (),
+    advise: bool = True,
 ) -> str:
-    """The error text about names that are asked for and not stored, with similar stored ones.
+    """The error text about names that are asked for and not stored.
 
     ``asked`` are all names that are asked for, if known: these are not meant by other names.
+    With ``advise`` the text also names similar stored keys.
     """
-    known = StoredNames(stored(manifest), manifest, asked)
+    similar: set[str] = set()
+    if advise:
+        similar = stored(manifest)
+    known = StoredNames(similar, manifest, asked)
     ordered = sorted(names)
     lines = [f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):"]
     for number, name in enumerate(ordered):

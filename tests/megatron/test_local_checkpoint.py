@@ -255,6 +255,10 @@ def strictness() -> None:
     assert unexpected == ({"extra"} if rank else set())
     with pytest.raises(megackpt.MismatchError, match=r"Unexpected keys.*\n.*'extra'"):
         made.to_state_dict(asked)
+    # Rank 0 holds "0", and rank 1 cannot have it.
+    asked = declared("own0") if rank == 0 else declared("own1", "1", "0")
+    with pytest.raises(megackpt.MismatchError, match=r"Unexpected keys.*\n.*'0'"):
+        made.to_state_dict(asked, strict="raise_all")
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
@@ -406,10 +410,43 @@ def test_texts_are_those_of_load(strict: Any, tmp_path: Any, caplog: Any) -> Non
         )
     )
     if not isinstance(theirs[0], type):
+        # Megatron's class fails with an AssertionError here.
         assert_same(list(ours[0]), list(theirs[0])) if returning else assert_same(
             ours[0], theirs[0]
         )
-    assert ours[1] == theirs[1]
+        (left,) = {*ours[1]} - {*theirs[1]}
+        assert "rank 0 lacks keys that are asked for: 'asked'. Their" in left
+        assert ours[1][:-1] == theirs[1]
+    else:
+        assert ours == theirs
+
+
+def test_an_error_of_unexpected_keys_names_no_others(tmp_path: Any) -> None:
+    """Megatron's callers search the text for keys, also for keys that must not be there."""
+
+    def declared(*names: str) -> dict[str, Any]:
+        return {n: ShardedTensor.from_rank_offsets(n, torch.ones(2)) for n in names}
+
+    made = alone(declared("a.weight", "a.bias"))
+    with pytest.raises(CheckpointingException, match="Unexpected keys") as caught:
+        made.to_state_dict(declared("a.weights", "a.bias"), strict="raise_unexpected")
+    assert "'a.weights'" in str(caught.value)
+    assert "Missing keys" not in str(caught.value)
+    assert "'a.weight'" not in str(caught.value)
+
+    megackpt.save(declared("a.weight", "a.bias"), tmp_path / "x")
+    asked = declared("a.weights", "a.bias")
+    for load in (
+        lambda: made.to_state_dict(asked, strict="raise_all"),
+        lambda: megackpt.load(asked, tmp_path / "x", strict="raise_all"),
+    ):
+        with pytest.raises(CheckpointingException) as caught:
+            load()
+        unexpected, missing = str(caught.value).split("Missing keys")
+        assert "Unexpected keys" in unexpected
+        assert "'a.weights'" in unexpected
+        assert "'a.weight'" in missing
+        assert "'a.bias'" not in missing
 
 
 def test_names_and_arguments() -> None:
