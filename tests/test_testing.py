@@ -4,7 +4,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+import megackpt
 from megackpt.errors import RankFailure
 from megackpt.testing import ThreadedGroup
 
@@ -121,6 +123,37 @@ def test_a_rank_that_never_ends_is_named():
             2, lambda group: group.rank == 0 and stop.wait(10), timeout=0.1
         )
     stop.set()
+
+
+def test_sharded_state_dicts_and_objects_of_ranks_that_are_threads(tmp_path):
+    def run(group):
+        model = torch.nn.Linear(3, 2)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, 0.5)  # the generator is of all threads
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        expected = {name: t.clone() for name, t in model.state_dict().items()}
+        state = megackpt.sharded({"model": model.state_dict(), "own": torch.ones(2)})
+        megackpt.save(state, tmp_path / "state", process_group=group)
+        manager = megackpt.CheckpointManager(tmp_path / "run", process_group=group)
+        manager.save(1, model=model, optimizer=optimizer, extra={"epoch": 3})
+        torch.nn.init.zeros_(model.weight)
+        found = manager.restore(model=model, optimizer=optimizer, extra={})
+        assert found.state["extra"] == {"epoch": 3}
+        assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+        torch.nn.init.zeros_(model.weight)
+        megackpt.load(state, tmp_path / "state", process_group=group)
+        assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+        # A state of rank 1 alone, as of a pipeline's last stage.
+        part = {}
+        if group.rank == 1:
+            part = megackpt.sharded({"head": torch.ones(2)}, among=[1])
+        megackpt.save(part, tmp_path / "part", process_group=group)
+
+    ThreadedGroup.run(3, run)
+    assert megackpt.verify(tmp_path / "run/iter_0000001").ok
+    assert megackpt.load_plain_tensors(tmp_path / "part")["head"].tolist() == [1, 1]
 
 
 def test_hundreds_of_ranks():

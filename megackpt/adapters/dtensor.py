@@ -7,6 +7,7 @@ are those of torch DCP: names joined by ".".
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextvars import ContextVar
 from functools import lru_cache
 from itertools import accumulate, product
 from operator import mul
@@ -41,6 +42,9 @@ Run = tuple[int, int]
 """Start and length, along one axis of the whole tensor."""
 Cut = tuple[int, int]
 """Dimension of the mesh, and factor of its strided shard (1: a plain shard)."""
+
+thread_rank: ContextVar[tuple[int, int] | None] = ContextVar("rank", default=None)
+"""Rank and number of ranks, where ranks are threads; None: those of torch.distributed."""
 
 DECLARED = (ShardedBase, LocalNonpersistentObject)
 Replicated = Literal["nothing", "tensors", "all"]
@@ -153,9 +157,10 @@ def sharded(
 
 def _holders(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
     """This rank, and all ranks that hold the state, in order."""
-    rank = 0
-    world = 1
-    if dist.is_available() and dist.is_initialized():
+    rank, world = 0, 1
+    if (thread := thread_rank.get()) is not None:
+        rank, world = thread
+    elif dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         world = dist.get_world_size()
     ranks: object = among  # Callers without a type checker pass anything.

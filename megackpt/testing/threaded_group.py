@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from megackpt import events
+from megackpt.adapters.dtensor import thread_rank
 from megackpt.distributed import RankGroup, Stream, Streams
 from megackpt.distributed.failures import departure
 from megackpt.distributed.streams import copy
@@ -24,7 +25,10 @@ Packed = bytes | memoryview
 
 
 class ThreadedGroup(RankGroup):
-    """One of N ranks that are threads. ``log`` names the collectives that it took part in."""
+    """One of N ranks that are threads. ``log`` names the collectives that it took part in.
+
+    On these threads ``megackpt.sharded``, and a manager's objects, take the rank of the group.
+    """
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank
@@ -218,6 +222,7 @@ def _run(
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
+        thread_rank.set((rank, size))
         try:
             results[rank] = fn(ThreadedGroup(rank, meeting))
             meeting.leave(rank, "has finished")
