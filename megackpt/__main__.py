@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with show_progress():
             # Imported late, so that --help is quick.
             commands = import_module("megackpt.cli.commands")
-            answer: Answer = getattr(commands, options.command)(options)
+            answer: Answer = getattr(commands, options.command.replace("-", "_"))(
+                options
+            )
         print_answer(answer, options.json)
     except BrokenPipeError:
         _discard_output()
@@ -129,6 +131,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     more = "Memory is bounded, and several processes work at once."
     convert = _add_command(commands, "convert", help_text, more)
     convert.set_defaults(usage_error=convert.error)
+    _add_export(commands, place)
     help_text = "remove old checkpoints of a run"
     more = "Only what megackpt has written, and never the newest complete one."
     prune = _add_command(commands, "prune", help_text, more)
@@ -190,6 +193,27 @@ def _add_show(commands: _Commands, place: str) -> None:
         "write the overview of the shard map as a picture: which rank wrote what"
     )
     show.add_argument("--svg", metavar="FILE", help=help_text)
+
+
+def _add_export(commands: _Commands, place: str) -> None:
+    help_text = "write a directory that from_pretrained of transformers opens"
+    more = "The checkpoint is of a model of transformers, under the names of the model."
+    export = _add_command(commands, "export-hf", help_text, more)
+    export.set_defaults(usage_error=export.error)
+    export.add_argument("source", metavar="CKPT", help=place)
+    export.add_argument("target", metavar="DIR", help="the directory to write")
+    help_text = (
+        "a config.json, or the directory of a model, of which all is copied but weights (default: "
+        "the files that our Trainer and Accelerator have stored)"
+    )
+    export.add_argument("--config", metavar="DIR_OR_FILE", help=help_text)
+    help_text = "what precedes the names of the model in the keys (default: model.)"
+    export.add_argument("--prefix", metavar="TEXT", default="model.", help=help_text)
+    help_text = "of a file of weights: 500MiB, 5GB, bytes (default: 5GB)"
+    size: _Option = {"metavar": "SIZE", "default": "5GB"}
+    export.add_argument("--max-shard-size", **size, help=help_text)
+    help_text = "the dtype of floating tensors: bf16, fp16, fp32 (default: as stored)"
+    export.add_argument("--cast", metavar="DTYPE", help=help_text)
 
 
 def _add_command(

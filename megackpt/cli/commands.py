@@ -168,6 +168,28 @@ def convert(options: argparse.Namespace) -> Answer:
     return Answer({"source": options.source, **vars(done)})
 
 
+def export_hf(options: argparse.Namespace) -> Answer:
+    """Write a checkpoint for ``from_pretrained``; errors are those of ``export_huggingface``."""
+    # Imports torch.
+    from megackpt.converter import export_huggingface
+
+    with events.operation("export-hf", options.target):
+        try:
+            done = export_huggingface(
+                options.source,
+                options.target,
+                config=options.config,
+                prefix=options.prefix,
+                max_shard_size=options.max_shard_size,
+                cast=options.cast,
+            )
+        except ValueError as error:
+            # An option has a wrong value.
+            options.usage_error(str(error))
+            raise
+    return Answer({"source": options.source, **vars(done)})
+
+
 def show(options: argparse.Namespace) -> Answer:
     """Raises MismatchError if no key matches, NotACheckpoint, CorruptCheckpoint, StorageError."""
     opened = open_checkpoint(options.checkpoint, every_table=False)

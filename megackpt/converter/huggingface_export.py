@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,14 +12,22 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from megackpt import limits
+from megackpt import limits, serialization
 from megackpt.backends.safetensors import Safetensors
+from megackpt.checkpoint import open_checkpoint
+from megackpt.checkpoint.regions import Regions
 from megackpt.converter.budget import parse_size
 from megackpt.converter.conversion import Converted, Progress
 from megackpt.converter.conversion_request import convert
 from megackpt.converter.selection import Renames, Selection
-from megackpt.errors import MismatchError, StorageError, join_truncated
-from megackpt.planning.manifest import Manifest
+from megackpt.errors import (
+    CorruptCheckpoint,
+    MismatchError,
+    StorageError,
+    join_truncated,
+)
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import Manifest, TensorEntry
 
 if TYPE_CHECKING:
     from megackpt.adapters.huggingface import Table
@@ -57,9 +66,10 @@ class ExportOptions(TypedDict, total=False):
 def export_huggingface(
     source: str | Path,
     target: str | Path,
-    table: Table,
-    config: Mapping[str, Any] | str | Path,
+    table: Table | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
     *,
+    prefix: str = "model.",
     max_shard_size: str | int = "5GB",
     index: bool = False,
     **options: Unpack[ExportOptions],
@@ -74,9 +84,13 @@ def export_huggingface(
         source: a checkpoint of any format.
         target: the directory to write.
         table: maps our tensors to theirs: ``llama(config)``, for example, or a dict of your own.
-        config: the content of ``config.json``; or a directory of a Hugging Face model. Of a
-            directory everything is copied but weights and the state of a training, and the
-            ``dtype`` of its config becomes the exported one.
+            None: the checkpoint is of a model of transformers, and its tensors have the names of
+            the model behind ``prefix``. All other tensors are left out.
+        config: the content of ``config.json``; that file; or a directory of a Hugging Face model.
+            Of a directory everything is copied but weights and the state of a training, and the
+            ``dtype`` of its config becomes the exported one. None: the files that our Trainer and
+            Accelerator have stored in the checkpoint.
+        prefix: without a ``table``, as a CheckpointManager gives to the object ``model``.
         max_shard_size: the most bytes of a file of weights ("5GB", "500MiB", or a number).
         index: write ``megackpt.index``, too. With it ``verify`` checks the contents, and
             ``overwrite=True`` replaces the export.
@@ -90,12 +104,24 @@ def export_huggingface(
         Exception: as ``convert``.
     """
     to = Safetensors(max_shard_bytes=parse_size(max_shard_size), index=index)
-    files, settings = _read_config(config)
+    if config is None:
+        files, settings = _stored_files(source)
+    else:
+        files, settings = _read_config(config)
+    if table is None:
+        # An option that is given twice is a TypeError.
+        chosen = ExportOptions(
+            select=f"{prefix}*", rename={f"{prefix}*": "*"}, state=False
+        )
+        options = ExportOptions(**chosen, **options)
+    else:
+        prefix = ""
 
     def files_for(manifest: Manifest) -> dict[str, bytes]:
-        _check_layers(manifest, settings)
+        tensors = [e for e in manifest.tensors if e.key.startswith(prefix)]
+        _check_layers(tensors, settings)
         named = {"dtype", "torch_dtype"}.intersection(settings)
-        dtypes = {e.meta.dtype for e in manifest.tensors if "float" in e.meta.dtype}
+        dtypes = {e.meta.dtype for e in tensors if "float" in e.meta.dtype}
         cast = Selection(cast=options.get("cast")).cast
         if dtypes and cast:
             dtypes = {cast}
@@ -105,6 +131,43 @@ def export_huggingface(
         return files
 
     return convert(source, target, to, table=table, beside=files_for, **options)
+
+
+def _stored_files(
+    source: str | Path,
+) -> tuple[dict[str, bytes], Mapping[str, Any]]:
+    """Return the small files that a Trainer has stored in its checkpoint, and its settings."""
+    opened = open_checkpoint(source)
+    number = opened.manifest.numbers().get("files")
+    stored: Any = {}
+    if number is not None and opened.manifest.tensors[number].meta.shape == (1,):
+        blob = Regions(opened).blobs([(number, Box((0,), (1,)))])[0]
+        stored = serialization.load(blob, where=f"{source}: 'files'")
+        if type(stored) is list and len(stored) == 1:
+            stored = stored[0]  # of several objects of this key on a rank
+    if type(stored) is not dict or "config.json" not in stored:
+        raise MismatchError(
+            f"{source} holds no config.json. Give the directory of the model, or its config.json, "
+            "as config (--config)"
+        )
+    files: dict[str, bytes] = {}
+    for name, data in stored.items():
+        base = str(name).removeprefix(f"{_TEMPLATES}/")
+        if (
+            base != os.path.basename(base)
+            or base in ("", ".", "..")
+            or type(data) is not bytes
+        ):
+            raise CorruptCheckpoint(
+                f"{source}: the entry {name!r} of {type(data).__name__} is not a small file of a "
+                "model, which has bytes, and a name without a directory"
+            )
+        if not any(fnmatchcase(name, pattern) for pattern in _NOT_COPIED):
+            files[name] = data
+    try:
+        return files, dict(json.loads(files["config.json"]))
+    except (TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{source}: its config.json: {error}") from error
 
 
 def _read_config(
@@ -121,6 +184,8 @@ def _read_config(
     folder = Path(config)
     files: dict[str, bytes] = {}
     try:
+        if folder.is_file():
+            return {"config.json": folder.read_bytes()}, json.loads(folder.read_bytes())
         settings = json.loads((folder / "config.json").read_bytes())
         for path in _files_to_copy(folder):
             files[str(path.relative_to(folder))] = path.read_bytes()
@@ -157,10 +222,10 @@ def _files_to_copy(folder: Path) -> Iterator[Path]:
         yield file
 
 
-def _check_layers(manifest: Manifest, settings: Mapping[str, Any]) -> None:
+def _check_layers(tensors: Iterable[TensorEntry], settings: Mapping[str, Any]) -> None:
     """Raise MismatchError if the config counts more layers than any stack of layers has."""
     layers: defaultdict[str, set[int]] = defaultdict(set)
-    for entry in manifest.tensors:
+    for entry in tensors:
         if match := _LAYER.match(entry.key):
             layers[match[1]].add(int(match[2]))
     if not layers:

@@ -21,6 +21,7 @@ import megackpt
 from megackpt.checkpoint import absolute
 from megackpt.distributed import DEFAULT_TIMEOUT, group_over
 from megackpt.integrations.data import LoaderState
+from megackpt.integrations.pretrained_files import pretrained_files
 
 __all__ = ["Accelerator"]
 
@@ -34,6 +35,8 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         checkpoint_options: of ``megackpt.CheckpointManager``, such as ``strategy``.
+        processing_class: a tokenizer or processor of transformers. Its files are stored with the
+            first model, if that is a model of transformers.
         options: of accelerate's Accelerator, as are positional arguments.
     """
 
@@ -41,9 +44,11 @@ class Accelerator(accelerate.Accelerator):
         self,
         *args: Any,
         checkpoint_options: dict[str, Any] | None = None,
+        processing_class: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        self._processing_class = processing_class
         self._options: dict[str, Any] = {"naming": "transformers", "asynchronous": True}
         self._options |= checkpoint_options or {}
         self._manager: megackpt.CheckpointManager | None = None
@@ -131,9 +136,15 @@ class Accelerator(accelerate.Accelerator):
         return self._manager
 
     def _declared(self, rng: list[bytes]) -> dict[str, Any]:
-        """The states of the random generators of all ranks, which rank 0 writes."""
+        """What rank 0 writes: the states of the random generators, small files of a model."""
         rank = self.process_index
-        return {"rng": megackpt.ShardedObject("rng", rng, (1,), (0,), rank)}
+        declared = {"rng": megackpt.ShardedObject("rng", rng, (1,), (0,), rank)}
+        for model in self._models[:1]:
+            processing_class = None if rank else self._processing_class
+            if files := pretrained_files(self.unwrap_model(model), processing_class):
+                files_object = megackpt.ShardedObject("files", files, (1,), (0,), rank)
+                declared["files"] = files_object
+        return declared
 
     def _own_rng(self) -> bytes:
         rank = self.process_index

@@ -13,6 +13,7 @@ import transformers
 
 import megackpt
 from megackpt.distributed import DEFAULT_TIMEOUT, group_over
+from megackpt.integrations.pretrained_files import TEMPLATES, pretrained_files
 
 __all__ = ["Trainer"]
 
@@ -63,6 +64,7 @@ class Trainer(transformers.Trainer):
         # Where transformers' own code finds and leaves its small files.
         self._folder: str | None = None
         self._step: int | None = None
+        self._ranks = 0  # that saved this step
 
     def train(
         self, resume_from_checkpoint: Any = None, *args: Any, **options: Any
@@ -111,6 +113,10 @@ class Trainer(transformers.Trainer):
                 for path in Path(folder).glob("*/*")
                 if path.is_file()
             }
+        if self.is_world_process_zero():
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+            processing_class = self.processing_class or tokenizer
+            files |= pretrained_files(self.model, processing_class)
         extra: dict[str, Any] = {"ranks": self.args.world_size}
         extra |= self._declared(files, self.args.world_size)
         metric = self.state.best_metric if is_best else None
@@ -133,19 +139,26 @@ class Trainer(transformers.Trainer):
                 "files", shared, (1,), (0,), replica_id=rank
             )
         }
-        if ranks == self.args.world_size and not self.args.save_only_model:
+        if self.args.save_only_model:
+            return declared
+        if ranks == self.args.world_size:
             own = {name: data for name, data in files.items() if "rng_state" in name}
             declared["rng"] = megackpt.ShardedObject("rng", own, (ranks,), (rank,))
+        elif rank == 0:  # so that the load does not warn of them
+            for cell in range(ranks):
+                rng = megackpt.ShardedObject("rng", {}, (ranks,), (cell,))
+                declared[f"rng {cell}"] = rng
         return declared
 
     def _write_files(self, folder: Path, step: int) -> None:
-        ranks = megackpt.load_common_state_dict(self.checkpoints.path(step))["extra"][
-            "ranks"
-        ]
+        common = megackpt.load_common_state_dict(self.checkpoints.path(step))
+        ranks = self._ranks = common["extra"]["ranks"]
         if ranks != self.args.world_size:
             text = "the random generators of %d ranks are not restored on %d"
             logger.warning(text, ranks, self.args.world_size)
-        found = self.checkpoints.restore(self._declared({}, ranks), step)
+        found = self.checkpoints.restore(
+            self._declared({}, ranks), step, strict="raise_unexpected"
+        )
         if found is not None:
             files = found.state["files"] | found.state.get("rng", {})
             with group_over(None, DEFAULT_TIMEOUT) as group:  # all ranks raise alike
@@ -159,17 +172,22 @@ class Trainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.checkpoints.restore(step=self._step, **self._objects())
+            rest = self._declared({}, self._ranks)
+            self.checkpoints.restore(rest, self._step, **self._objects())
 
     def _load_best_model(self) -> None:
         self.checkpoints.finalize()
         self.checkpoints.restore(
-            step=self.state.best_global_step, model=self.model_wrapped
+            step=self.state.best_global_step,
+            strict="raise_unexpected",
+            model=self.model_wrapped,
         )
 
 
 def _write(folder: Path, files: dict[str, Any]) -> None:
     for name, data in files.items():
+        if type(name) is str and name.startswith(TEMPLATES):
+            continue  # of a tokenizer
         is_plain = type(name) is str and os.path.basename(name) == name
         if not is_plain or name in ("", ".", "..") or type(data) is not bytes:
             raise megackpt.CorruptCheckpoint(

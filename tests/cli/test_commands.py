@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -251,3 +252,41 @@ def test_the_examples_of_the_page_run(
                 assert main(arguments) == 0, line
             ran += 1
     assert ran >= 15
+
+
+def test_export_of_a_managers_step(tmp_path: Path, plain: Callable[..., str]) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    manager = megackpt.CheckpointManager(tmp_path / "run")
+    manager.save(1, model=model.to(torch.bfloat16), optimizer=optimizer)
+    step, out = Path(manager.path(1)), tmp_path / "out"
+    plain("export-hf", step, out, status=3)  # no config.json
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "own", "dtype": "float32"}')
+    plain("export-hf", step, out, "--config", config)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    found = megackpt.load_plain_tensors(out)
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in found.items())
+    sharded = tmp_path / "sharded"
+    options = ["--config", config, "--cast", "fp32", "--max-shard-size", "80"]
+    plain("export-hf", step, sharded, *options)
+    assert (sharded / "model.safetensors.index.json").exists()
+    assert json.loads((sharded / "config.json").read_text())["dtype"] == "float32"
+    plain(
+        "export-hf",
+        step,
+        tmp_path / "x",
+        "--config",
+        config,
+        "--prefix",
+        "net.",
+        status=3,
+    )
+    megackpt.save(megackpt.sharded(model.state_dict()), tmp_path / "alone")
+    alone = tmp_path / "exported"
+    plain("export-hf", tmp_path / "alone", alone, "--config", config, "--prefix", "")
+    assert megackpt.load_plain_tensors(alone).keys() == found.keys()
+    assert not (tmp_path / "x").exists()

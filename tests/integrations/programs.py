@@ -11,7 +11,7 @@ from tests.conftest import PEERS, ROOT, Ranks
 
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNNER = """
-import builtins, os, signal, sys, time
+import builtins, logging, os, signal, sys, time
 
 program, last = sys.argv[1], sys.argv[2]
 sys.argv = [program]
@@ -24,6 +24,9 @@ def show_and_die(*values, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
 builtins.print = show_and_die
+logs = logging.StreamHandler()
+logs.setFormatter(logging.Formatter("%(levelname)s of %(name)s: %(message)s"))
+logging.getLogger("megackpt").addHandler(logs)
 import torch
 torch.set_num_threads(1)
 exec(compile(open(program).read(), program, "exec"), {"__name__": "__main__"})
@@ -68,6 +71,7 @@ class Program:
         self._page = page
         self._folder = folder
         self._ranks = ranks
+        self.log = ""
         self._env = {
             "PYTHONPATH": ":".join([str(ROOT), *(str(PEERS / peer) for peer in peers)])
         }
@@ -85,11 +89,23 @@ class Program:
             folder / "runner.py", nproc, folder / "train.py", last,
             timeout=240, check=killed_at is None, env=self._env | {"HOME": str(folder)}, cwd=folder,
         )  # fmt: skip
+        self.log = "".join(each.stderr for each in done)
         if killed_at is not None:
             assert done[0].returncode == -9, done[0].stderr[-3000:]
         lines = re.findall(r"^step (\d+): (\S+)$", done[0].stdout, re.MULTILINE)
         assert lines, done[0].stdout + done[0].stderr[-3000:]
         return {int(step): float(loss) for step, loss in lines}
+
+    def resumes_without_a_warning(self, longer: str, shorter: str) -> None:
+        """A run that ended after fewer steps goes on, and megackpt logs no WARNING."""
+        assert longer in self.source
+        whole = self.source
+        self.source = whole.replace(longer, shorter)
+        first = self.run(2, "resumed")
+        self.source = whole
+        second = self.run(2, "resumed")
+        assert min(second) == max(first) + 1
+        assert "WARNING of megackpt" not in self.log
 
     def survives(
         self,

@@ -124,6 +124,40 @@ for step, name in enumerate((victim, "../victim", "below/victim", "..", "trainer
 Trainer._write_files(trainer, Path("folder"), 4)
 assert sorted(map(str, Path("folder").rglob("*"))) == ["folder/below", "folder/trainer_state.json"]
 assert not os.path.exists(victim)
+
+# A model of transformers: its configuration and the tokenizer go into the checkpoint.
+import tokenizers
+from megackpt.converter import export_huggingface
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+AcceleratorState._reset_state(True)
+GradientState._reset_state()
+words = tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?")
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), unk_token="?")
+accelerator = Accelerator(cpu=True, processing_class=tokenizer)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=1, **sizes))
+model = accelerator.prepare(model)
+path = accelerator.save_state("llama")
+assert accelerator.load_state(path)
+accelerator.end_training()
+for step, config in ((path, None), (path, "exported/config.json")):
+    folder = "exported" if config is None else "again"
+    export_huggingface(step, folder, config=config)
+    exported = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(exported(tokens).logits, model(tokens).logits)
+assert AutoTokenizer.from_pretrained("exported")("a").input_ids == [0]
+assert sorted(os.listdir("again")) == ["config.json", "model.safetensors"]
+
+# Names of files that leave the directory are refused.
+manager = megackpt.CheckpointManager("hostile")
+for step, name in enumerate((victim, "../victim", "..", "a/victim", "additional_chat_templates/../victim")):
+    hostile = {"config.json": b"{}", name: b"1"}
+    files = {"files": megackpt.ShardedObject("files", hostile, (1,), (0,))}
+    manager.save(step, files, model=model)
+    fails(megackpt.CorruptCheckpoint, "is not a small file", export_huggingface, manager.path(step), "x")
+assert not os.path.exists(victim) and not os.path.exists("x")
 print("done")
 """
 FSDP = """    cpu=True,
@@ -146,6 +180,11 @@ def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path, first: str) -
     steps = CheckpointManager(tmp_path / "killed/run/accelerate/checkpoints").steps()
     assert [step.step for step in steps] == [5, 6]
     assert all(step.complete for step in steps)
+
+
+def test_a_clean_resume_logs_no_warning(ranks: Ranks, tmp_path: Path) -> None:
+    program = Program("accelerate.md", tmp_path, ranks, *PEERS)
+    program.resumes_without_a_warning("STEPS = 15", "STEPS = 8")
 
 
 def test_calls_of_one_process(ranks: Ranks, tmp_path: Path) -> None:

@@ -33,6 +33,11 @@ def test_a_run_is_killed_and_resumes(ranks: Ranks, tmp_path: Path, first: str) -
         assert len(complete) <= 4  # the last save but one was running at the last purge
 
 
+def test_a_clean_resume_logs_no_warning(ranks: Ranks, tmp_path: Path) -> None:
+    program = Program("torchtitan.md", tmp_path, ranks, "torchtitan")
+    program.resumes_without_a_warning("STEPS = 12", "STEPS = 8")
+
+
 @pytest.mark.transformers  # for its tokenizers
 def test_torchtitans_own_trainer_is_killed_and_resumes(
     ranks: Ranks, tmp_path: Path
