@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import megackpt
-from tests.conftest import Ranks
-from tests.integrations.programs import Program
+from tests.conftest import ROOT, Ranks
+from tests.integrations.programs import FENCE, Program
 
 pytestmark = pytest.mark.lightning
 
@@ -51,3 +51,41 @@ def test_what_is_saved_before_slurm_ends_the_job_is_complete(
     )
     program.run(1, "killed", killed_at=99)
     assert megackpt.verify(tmp_path / "killed/run/hpc_ckpt_1.ckpt").ok
+
+
+def test_a_clean_resume_logs_no_warning(ranks: Ranks, tmp_path: Path) -> None:
+    """Nor does a test of the model, which asks for no optimizer."""
+    program = Program("lightning.md", tmp_path, ranks, "lightning")
+    program.source += (
+        "Module.test_step = lambda self, batch: None\n"
+        "trainer.test(Module(), loader, ckpt_path=latest_checkpoint('run/lightning'))\n"
+    )
+    program.resumes_without_a_warning("max_epochs=6", "max_epochs=4")
+
+
+def test_a_checkpoint_becomes_a_file_for_load_from_checkpoint(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    program = Program("lightning.md", tmp_path, ranks, "lightning")
+    text = (ROOT / "docs/integrations/lightning.md").read_text(encoding="utf-8")
+    (lines,) = (block for block in FENCE.findall(text) if "load_plain" in block)
+    for old, new in CHANGES:  # a module that needs no mesh
+        program.source = program.source.replace(old, new)
+    program.source = program.source.replace(
+        "        super().__init__()\n",
+        "        super().__init__()\n        self.save_hyperparameters()\n",
+    ).replace("def __init__(self):", "def __init__(self, width=3):")
+    trained = program.source.replace("fit(Module()", "fit(module := Module(width=4)")
+    program.source = trained + (
+        "if trainer.global_rank == 0:\n"
+        "    torch.save(module.state_dict(), 'trained.pt')\n"
+    )
+    program.run(2, "file")
+    program.source = (
+        f"{trained[: trained.index('data = torch')]}\n{lines}\n"
+        "assert module.hparams.width == 4\n"
+        "for name, value in torch.load('trained.pt').items():\n"
+        "    assert torch.equal(module.state_dict()[name], value)\n"
+        "print('step 1: 0', flush=True)\n"
+    )
+    program.run(1, "file")
