@@ -154,7 +154,8 @@ def _stored_files(
     for name, data in stored.items():
         base = str(name).removeprefix(f"{_TEMPLATES}/")
         if (
-            base != os.path.basename(base)
+            type(name) is not str
+            or base != os.path.basename(base)
             or base in ("", ".", "..")
             or type(data) is not bytes
         ):
@@ -185,10 +186,12 @@ def _read_config(
     files: dict[str, bytes] = {}
     try:
         if folder.is_file():
-            return {"config.json": folder.read_bytes()}, json.loads(folder.read_bytes())
-        settings = json.loads((folder / "config.json").read_bytes())
-        for path in _files_to_copy(folder):
-            files[str(path.relative_to(folder))] = path.read_bytes()
+            files["config.json"] = folder.read_bytes()
+            settings = json.loads(files["config.json"])
+        else:
+            settings = json.loads((folder / "config.json").read_bytes())
+            for path in _files_to_copy(folder):
+                files[str(path.relative_to(folder))] = path.read_bytes()
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise StorageError(
             f"{folder}: the files of the model cannot be read: {error}. Give a directory that has "

@@ -152,7 +152,7 @@ assert sorted(os.listdir("again")) == ["config.json", "model.safetensors"]
 
 # Names of files that leave the directory are refused.
 manager = megackpt.CheckpointManager("hostile")
-for step, name in enumerate((victim, "../victim", "..", "a/victim", "additional_chat_templates/../victim")):
+for step, name in enumerate((victim, "../victim", "..", "a/victim", "additional_chat_templates/../victim", 5)):
     hostile = {"config.json": b"{}", name: b"1"}
     files = {"files": megackpt.ShardedObject("files", hostile, (1,), (0,))}
     manager.save(step, files, model=model)
