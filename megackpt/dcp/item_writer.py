@@ -49,8 +49,8 @@ class Assignment:
     """The save and the files of one rank, which the coordinator sends in ``plan.storage_data``.
 
     Planners that cache plans pass an old plan to ``write_data``, with the assignment of an old
-    save. The new one was unpickled nevertheless: so the one that counts is the latest that was
-    unpickled in this process.
+    save. The new one was received nevertheless, and unpickled where torch sends the plans: so the
+    one that counts is the latest that this process has received.
     """
 
     directory: str

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megackpt import gc_pause
+from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import SavePlanner
 from megackpt.distributed import group_over
 from megackpt.errors import CheckpointingException, RankLost
@@ -125,10 +127,16 @@ def save_state_dict_async_plan(
         central = planner.finish_plan(central)
         storage_writer.prepare_write_data(central, planner)
 
-    with group_over(process_group) as group, _reset_on_error(storage_writer):
+    with (
+        group_over(process_group) as group,
+        gc_pause.paused(),
+        _reset_on_error(storage_writer),
+    ):
         cached, reused = group.reduce_broadcast("plan", compare, decide)
         offer = None if cached or reused else local
         central = group.reduce_scatter("plan", lambda: offer, make_global_plan)
+        if isinstance(central.storage_data, Assignment):
+            central.storage_data.receive()
         if cached and old_central is not None:
             central = replace(old_central, storage_data=central.storage_data)
         group.reduce_broadcast("prepare", prepare, lambda _: None)

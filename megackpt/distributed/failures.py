@@ -1,18 +1,19 @@
 """How an exception of one rank is sent, and raised on all ranks.
 
 An exception may hold anything (open files, tensors, locks), so it is never sent itself: a
-``Failure`` carries its class where that is one of ours, its text and its formatted traceback.
+``Failure`` carries its class where that is one of ours, its text and its formatted traceback. A
+class of the user's is text, too: the other ranks do not import it.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+from megackpt import errors
 from megackpt.errors import (
     CheckpointingException,
     RankFailure,
@@ -66,10 +67,10 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """``kind`` is None for an exception that is not ours, or that others cannot import."""
+        """``kind`` is None for an exception whose class is not in ``megackpt.errors``."""
         details = "".join(traceback.format_exception(error))
         text = format_error(error)
-        if isinstance(error, CheckpointingException) and _can_be_pickled(type(error)):
+        if isinstance(error, CheckpointingException) and _is_ours(type(error)):
             return cls(rank, type(error), text, details)
         return cls(rank, None, f"{type(error).__name__}: {text}", details)
 
@@ -100,12 +101,12 @@ def for_all_ranks(
 
 def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
     """What all ranks raise after the coordinator failed: its own text if the error is ours."""
-    if isinstance(error, CheckpointingException):
-        if _can_be_pickled(error):
-            return error
-        failure = Failure.of(0, error)
-        return (failure.kind or CheckpointingException)(failure.text)
     failure = Failure.of(0, error)
+    if isinstance(error, CheckpointingException):
+        is_plain = list(map(type, error.args)) == [str] and failure.text == str(error)
+        if failure.kind is not None and is_plain:
+            return error
+        return (failure.kind or CheckpointingException)(failure.text)
     text = f"{_what_failed(stage)}: the coordinator failed: {failure.text}\n"
     text += _indented(failure.details)
     return RankFailure(text, {0: failure.details})
@@ -174,10 +175,5 @@ def _indented(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + line for line in text.rstrip().splitlines())
 
 
-def _can_be_pickled(value: object) -> bool:
-    """Whether this exception, or class, can be pickled and unpickled."""
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:  # noqa: BLE001 - pickling calls the value's own code
-        return False
-    return True
+def _is_ours(kind: type[CheckpointingException]) -> bool:
+    return vars(errors).get(kind.__name__) is kind

@@ -6,8 +6,6 @@ that processes and the threads of a test behave alike; ``SingleGroup`` is a sing
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from megackpt.distributed.failures import (
     parted,
 )
 from megackpt.distributed.streams import Stream, copy
+from megackpt.distributed.wire_format import compress, pack, unpack
 from megackpt.errors import CheckpointingException, RankLost
 
 T = TypeVar("T")
@@ -35,10 +34,6 @@ Streams = Mapping[int, Stream]
 """For each other rank the bytes between it and this one."""
 
 _NO_TOKEN = -(2**63) + 1
-
-COMPRESSED_BYTES = 1 << 20
-"""Larger broadcasts are compressed. Rank 0 sends the manifest of a load to each of its children,
-and each of them sends it on."""
 
 
 class Busy(CheckpointingException):
@@ -178,13 +173,14 @@ class SingleGroup(Group):
 class _ErrorReply:
     """A message that is an exception for all ranks to raise."""
 
-    error: CheckpointingException
+    kind: type[CheckpointingException]
+    arguments: tuple[Any, ...]
 
 
 class RankGroup(Group):
     """Several ranks, over primitives that move bytes.
 
-    A message is a pickled value, Failure or _ErrorReply.
+    A message is a packed value, Failure or _ErrorReply.
     """
 
     def _begin(self, stage: str) -> None:
@@ -249,7 +245,7 @@ class RankGroup(Group):
                     raise ValueError(
                         f"{len(parts)} values to scatter over {self.size} ranks"
                     )
-                return parts[0], [_pack(part) for part in parts]
+                return parts[0], [pack(part) for part in parts]
 
             def refuse(message: Packed) -> None:
                 self._scatter(stage, [message] * self.size)
@@ -314,11 +310,11 @@ class RankGroup(Group):
         """This rank's result, and the message with it or with its error."""
         try:
             value = work()
-            return Attempt(value), _pack(value)
+            return Attempt(value), pack(value)
         except DEPARTURES:
             raise
         except BaseException as error:  # noqa: BLE001 - torch has some; raised on all ranks
-            return Attempt(None, error), _pack(Failure.of(self.rank, error))
+            return Attempt(None, error), pack(Failure.of(self.rank, error))
 
     def _results(self, stage: str, gathered: list[Packed], own: Attempt[T]) -> list[T]:
         """All ranks' results. Raises the exception of all ranks if any rank failed."""
@@ -328,7 +324,7 @@ class RankGroup(Group):
             if rank == self.rank and own.error is None:
                 results.append(cast("T", own.value))  # needs no unpacking
                 continue
-            value = pickle.loads(packed)
+            value = unpack(packed, rank)
             if isinstance(value, Failure):
                 failures.append(value)
             else:
@@ -342,7 +338,7 @@ class RankGroup(Group):
     ) -> U:
         def decide_one() -> tuple[U, Packed]:
             value = decide()
-            return value, compress(_pack(value))
+            return value, compress(pack(value))
 
         def refuse(message: Packed) -> None:
             self._broadcast(stage, message)
@@ -368,7 +364,7 @@ class RankGroup(Group):
             raise
         except BaseException as error:
             verdict = of_coordinator(stage, error)
-            refuse(_pack(_ErrorReply(verdict)))
+            refuse(pack(_ErrorReply(*verdict.__reduce__()[:2])))
             if verdict is error and own is None:
                 raise
             raise verdict from (own if verdict is error else error)
@@ -383,15 +379,13 @@ class RankGroup(Group):
         The last message has plain values only.
         """
         try:
-            value = pickle.loads(_expand(packed))
-        except Exception as error:  # unpickling runs the code of the value's class
+            value = unpack(packed)
+        except CheckpointingException as error:
             self._leave(error)
             raise parted(stage, self.rank, error) from error
         if not isinstance(value, _ErrorReply):
             return value
-        if own is None:
-            raise value.error
-        raise value.error from own
+        raise value.kind(*value.arguments) from own
 
 
 def _copy_own(outgoing: Streams, incoming: Streams, rank: int) -> None:
@@ -404,20 +398,6 @@ def _first_error(outgoing: Streams, incoming: Streams) -> BaseException | None:
         if stream.error is not None:
             return stream.error
     return None
-
-
-def _pack(value: object) -> bytes:
-    return pickle.dumps(value, protocol=5)
-
-
-def compress(packed: bytes) -> bytes:
-    """The pickle, compressed if it is large. Columns of numbers shrink to a tenth."""
-    return zlib.compress(packed, 1) if len(packed) > COMPRESSED_BYTES else packed
-
-
-def _expand(packed: Packed) -> Packed:
-    is_compressed = packed[:1] == b"x"  # of zlib; no pickle begins so
-    return zlib.decompress(packed) if is_compressed else packed
 
 
 @contextmanager

@@ -63,11 +63,14 @@ def join(parts: Sequence[Payload]) -> bytes:
 
 
 def split(packed: Payload) -> list[memoryview]:
+    """The parts of ``join``. Raises ValueError or struct.error for other bytes."""
     (count,) = struct.unpack_from("!I", packed)
     parts, start = [], 4 + 8 * count
     for length in struct.unpack_from(f"!{count}Q", packed, 4):
         parts.append(memoryview(packed)[start : start + length])
         start += length
+    if start != len(packed):
+        raise ValueError(f"parts of {start} bytes in a message of {len(packed)}")
     return parts
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 
 import numpy as np
+import torch
 
 from megackpt.distributed import Group, Stream
 
@@ -27,6 +28,9 @@ class Shy:
     def __setstate__(self, state) -> None:
         if state["rank"] == rank_here():
             raise LookupError("not on this rank")
+
+
+torch.serialization.add_safe_globals([Shy])
 
 
 def rank_here():

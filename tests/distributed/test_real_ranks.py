@@ -103,13 +103,11 @@ def real_values_and_failures():
     assert default_group_works()
     assert group.broadcast("open", lambda: "still here") == "still here"
     assert group.all_agree(1)
-    with pytest.raises(RankLost, match="rank 2 left: LookupError: not on this rank"):
+    with pytest.raises(RankLost, match=r"rank 2 left: .* not on this rank"):
         group.lowest([isinstance(group.broadcast("open", lambda: Shy(2)), Shy)])
     group = group_over(timeout=seconds(20))
     assert group.all_agree(1)
-    with pytest.raises(
-        RankLost, match="rank 2 left: LookupError: not on this rank"
-    ) as lost:
+    with pytest.raises(RankLost, match=r"rank 2 left: .* not on this rank") as lost:
         shy_in_the_middle(group)
     assert set(lost.value.failures) == {
         2

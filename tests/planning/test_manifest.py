@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 
+from megackpt.distributed.wire_format import pack, unpack
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -68,7 +67,7 @@ def test_merging_joins_tables_and_keeps_rank_order() -> None:
 @pytest.mark.parametrize("rows", RANKS)
 def test_declarations_arrive_as_they_were_sent(rows: list[Declaration]) -> None:
     sent = Declarations.of(rows, domain=3)
-    came: Declarations = pickle.loads(pickle.dumps(sent))
+    came: Declarations = unpack(pack(sent))
     assert list(came.rows()) == rows
     assert (came.tensors, came.replica_ids, came.domains) == (
         sent.tensors,
@@ -79,7 +78,7 @@ def test_declarations_arrive_as_they_were_sent(rows: list[Declaration]) -> None:
 
 def test_numbers_that_need_eight_bytes_arrive() -> None:
     far = row("a", Box((1 << 40, 0), (1 << 33, 4)), (1 << 50, 4), 0)
-    assert list(pickle.loads(pickle.dumps(Declarations.of([far]))).rows()) == [far]
+    assert list(unpack(pack(Declarations.of([far]))).rows()) == [far]
 
 
 @pytest.mark.parametrize("grids", [((2, 4), ()), (None, ()), (None, None)])
@@ -91,7 +90,7 @@ def test_a_plan_arrives_as_it_was_sent(
     sent = SavePlan(
         5, own.tensors, grids, own.tensor, own.boxes, np.arange(2, dtype=np.int32)
     )
-    came: SavePlan = pickle.loads(pickle.dumps(sent))
+    came: SavePlan = unpack(pack(sent))
     assert list(came.rows()) == list(sent.rows())
     assert (came.rank, came.grids) == (5, grids)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from megackpt.backends.base import Backend
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
 from megackpt.distributed import messages, process_group
+from megackpt.distributed.wire_format import pack
 from megackpt.errors import CheckpointingException
 from megackpt.planning.manifest import Declarations, Manifest
 from megackpt.state import dtype_named
@@ -226,9 +226,7 @@ def test_what_ranks_send_is_what_is_counted() -> None:
         DENSE.padded(2), Parallelism(2, 1, 2), backend_named("torch_dist")
     )
     parts = DENSE.padded(2).declared(Parallelism(2, 1, 2))
-    assert save.gathered.tolist() == [
-        len(pickle.dumps(part, protocol=5)) for part in parts
-    ]
+    assert save.gathered.tolist() == [len(pack(part)) for part in parts]
     assert save.rows == sum(map(len, parts))
 
 

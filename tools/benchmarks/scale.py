@@ -35,6 +35,7 @@ from benchmarks.states import Spec, pieces
 from megackpt.backends.base import plan_for_backend
 from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.checkpoint.index import INDEX, decode_index, encode_index
+from megackpt.distributed.wire_format import pack, unpack
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     Declaration,
@@ -60,7 +61,7 @@ def plan_and_emit(
 ) -> dict[str, list[float]]:
     """CPU microseconds a shard: ``plan`` (merge, coverage, dedup) and, for torch_dist, ``emit`` (``.metadata``)."""
     backend = backend_named(format_name.removeprefix("megackpt "))
-    parts = [pickle.loads(pickle.dumps(part)) for part in _world(ranks, copies)]
+    parts = [unpack(pack(part)) for part in _world(ranks, copies)]
     shards = sum(map(len, parts))
     taken: dict[str, list[float]] = {"plan": []}
     for _ in range(rounds):

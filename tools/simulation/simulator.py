@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 from megackpt.backends.base import Backend, plan_for_backend
 from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import decode_index, encode_index
+from megackpt.distributed.wire_format import pack, unpack
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, Manifest
@@ -101,19 +101,17 @@ def simulate_save(
     with clock("declare"):
         parts = model.declared(job)
     with clock("send"):
-        sent = [pickle.dumps(part, protocol=5) for part in parts]
+        sent = [pack(part) for part in parts]
     del parts
     with clock("receive"):
-        received: list[Declarations] = [pickle.loads(message) for message in sent]
+        received: list[Declarations] = [unpack(message) for message in sent]
     gathered = np.array(list(map(len, sent)), np.int64)
     del sent
     with clock("plan"):
         plans, planned = plan_for_backend(backend, received, SavePolicy(), validate)
     with clock("pack"):
         packed = [replace(plan, tensors=()) for plan in plans]
-        scattered = np.array(
-            [len(pickle.dumps(plan, protocol=5)) for plan in packed], np.int64
-        )
+        scattered = np.array([len(pack(plan)) for plan in packed], np.int64)
     planned = _with_common(planned, common)
     with clock("locate"):
         results = write_results(backend, plans, planned)
@@ -202,7 +200,7 @@ def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) 
     seconds, needed, read, requests = map(np.array, zip(*rows, strict=True))
     sends = None
     if save.opened is not None:
-        sent = [len(pickle.dumps(part, protocol=5)) for part in parts]
+        sent = [len(pack(part)) for part in parts]
         sends = wire.load(parts, np.array(sent, np.int64), save.opened)
     return Load(job, ranks, seconds, needed, read, requests, sends)
 

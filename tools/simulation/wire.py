@@ -1,21 +1,20 @@
 """What a save and a load cost on the wire: connections, rounds, and the bytes that each rank sends and receives.
 
-Ranks are connected as ``children_of`` says. Sizes are those of pickled messages; each message has a head of
+Ranks are connected as ``children_of`` says. Sizes are those of packed messages; each message has a head of
 some hundred bytes (kind, stage, path) in addition. tests/tools/test_simulate.py compares this with the counters
 of real ranks.
 """
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
 
-from megackpt.distributed.group import COMPRESSED_BYTES, compress
 from megackpt.distributed.messages import children_of, join
+from megackpt.distributed.wire_format import COMPRESSED_BYTES, compress, pack
 from megackpt.loader.load_operation import _RankRequest as LoadRequest
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
@@ -150,7 +149,7 @@ def opened_size(manifest: Manifest, blocks: int) -> int:
     size = _size((DIRECTORY, replace(manifest, chunks=chunks)))
     if size <= COMPRESSED_BYTES:
         return size
-    plain = pickle.dumps((DIRECTORY, manifest), protocol=5)
+    plain = pack((DIRECTORY, manifest))
     return len(compress(plain)) + blocks * DIGEST_SIZE  # digests do not shrink
 
 
@@ -181,7 +180,6 @@ def messages_of(
 
 
 def _digests(blocks: int) -> Digests:
-    # Read-only, as those of a save: pickles of other arrays have four bytes more.
     return np.frombuffer(bytes(blocks * DIGEST_SIZE), np.uint8).reshape(-1, DIGEST_SIZE)
 
 
@@ -190,4 +188,4 @@ def _sizes(values: Sequence[object]) -> Int64:
 
 
 def _size(value: object) -> int:
-    return len(pickle.dumps(value, protocol=5))
+    return len(pack(value))

@@ -7,7 +7,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeVar
@@ -52,6 +52,7 @@ _CARRIED = {
 
 T = TypeVar("T")
 _TABLES = 64  # received tables kept: ranks of one pipeline stage have the same
+_EXPANSION = 256  # bytes of a table for each of its packed ones, at most
 
 ReplicaId = int | tuple[int, ...]
 Int32 = NDArray[np.int32]
@@ -234,9 +235,15 @@ def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
 def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
     """The table of ``pack_table``, usually the same object for the same bytes.
 
-    A coordinator receives a table from every rank.
+    A coordinator receives a table from every rank. Raises ValueError for other bytes.
     """
-    rows = json.loads(zlib.decompress(packed).decode("utf-8", "surrogatepass"))
+    unpacker = zlib.decompressobj()
+    text = unpacker.decompress(packed, _EXPANSION * len(packed) + (1 << 20))
+    if not unpacker.eof:
+        raise ValueError(
+            f"a table of {len(packed)} bytes is cut off, or expands to too many"
+        )
+    rows = json.loads(text.decode("utf-8", "surrogatepass"))
     return tuple(
         TensorEntry(key, TensorMeta(tuple(shape), dtype))
         for key, (shape, dtype) in rows
@@ -285,10 +292,6 @@ class Declarations:
     def main(self) -> Bool:
         table = np.array([is_main_replica(r) for r in self.replica_ids], dtype=np.bool_)
         return table[self.replica]
-
-    @cached_property
-    def _packed(self) -> bytes:
-        return pack_table(self.tensors)
 
     @cached_property
     def metas(self) -> tuple[tuple[TensorMeta, ...], Int32]:
@@ -382,11 +385,6 @@ class Declarations:
         is_flexible = zero.astype(np.bool_)
         return cls(tensors, tensor, boxes, (0,), zero, is_flexible, nbytes, rank)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with a packed table: the coordinator receives one from every rank."""
-        columns = [getattr(self, field.name) for field in fields(self)[1:]]
-        return _received, (self._packed, *columns)
-
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:
         """All ranks' declarations in one: ``parts[i]`` are those of rank i. Tables are joined."""
@@ -409,7 +407,3 @@ class Declarations:
             joined([p.rank for p in parts], np.int32),
             tuple(d for p in parts for d in p.domains),
         )
-
-
-def _received(table: bytes, *columns: Any) -> Declarations:
-    return Declarations(unpack_table(table), *columns)
