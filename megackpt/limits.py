@@ -35,6 +35,8 @@ CONNECT_SECONDS = 10.0
 """Seconds. A rank tries so long to reach one that has given its address, but refuses."""
 GREETING_SECONDS = 5.0
 """Seconds. A new connection has so long to show that it is of this job."""
+GREETINGS = 64
+"""Connections. So many may be open at a time that have not shown that they are of this job."""
 CONTROL_MESSAGE_BYTES = 1 << 34
 """Bytes. A larger message between ranks is refused."""
 WORKER_STOP_SECONDS = 5.0

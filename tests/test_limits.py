@@ -49,7 +49,8 @@ def test_the_table_lists_every_threshold() -> None:
 def test_every_text_has_a_unit_and_a_reason() -> None:
     for name, _, text in rows():
         assert re.match(
-            r"(Seconds|Bytes|Levels|Values|Tasks|Rows|Bytes a stored byte)\. \w", text
+            r"(Seconds|Bytes|Connections|Levels|Values|Tasks|Rows|Bytes a stored byte)\. \w",
+            text,
         ), name
 
 

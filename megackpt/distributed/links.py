@@ -61,6 +61,8 @@ _CROSSED_SECONDS = 2.0
 _CAUSE_SECONDS = 5.0
 _NAMED = 64  # ranks that one answer names
 _REMEMBERED = 64  # failed calls
+_MOST_ARRIVALS = 1 << 14
+"""Messages and connections that are awaited, or came before their steps."""
 
 
 class Links:
@@ -85,7 +87,8 @@ class Links:
         self._reports: dict[int, Verdict] = {}
         self._ended: dict[int, str] = {}
         self._cause, self._failed_at = Verdict({}), -math.inf
-        self._listener: Listener | None = None
+        self._listener = Listener(self._on_greeting)
+        self._has_address = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connecting = False
         self._loop = loop
@@ -113,10 +116,8 @@ class Links:
 
     def sockets(self) -> list[socket.socket]:
         """All open sockets of this rank."""
-        found = [link.socket for link in self._links.values()]
-        if self._listener is not None:
-            found.append(self._listener.socket)
-        return found
+        links = [link.socket for link in self._links.values()]
+        return links + self._listener.sockets
 
     async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
         """Wait until these neighbours are connected. Children connect by themselves."""
@@ -332,16 +333,10 @@ class Links:
 
     # Connections.
 
-    def _listen(self) -> Listener:
-        if self._listener is None:
-            self._listener = Listener(self._on_greeting)
-            self._spawn(self._listener.serve())
-        return self._listener
-
     def _listen_for_children(self) -> None:
-        if self.children and self._listener is None:
-            listener = self._listen()
-            self._spawn(self.store.publish(self.rank, listener.port, listener.token))
+        if self.children and not self._has_address:
+            self._has_address = True
+            self._spawn(self.store.publish(self.rank, self._listener))
 
     async def _connect(self, step: Step, known: str) -> None:
         """Connect to the parent; where that fails, the call fails. ``known``: how it has ended."""
@@ -352,10 +347,11 @@ class Links:
         why = Verdict({parent: ABSENT})
         try:
             async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
+                token = await self.store.token()
                 while parent not in self._links:
                     address = await self.store.find(parent)
                     try:
-                        made = await connect(address, LINK, self.rank, 0, 0)
+                        made = await connect(address, token, LINK, self.rank, 0, 0)
                     except OSError as error:
                         why = Verdict({parent: f"{known or ENDED} ({error})"})
                         if step.elapsed > patience:
@@ -444,6 +440,8 @@ class Links:
 
     def _arrival(self, key: tuple[int, int, int, int]) -> asyncio.Future[Any]:
         if key not in self._arrivals:
+            if len(self._arrivals) >= _MOST_ARRIVALS:
+                raise ConnectionError("too many messages are for no step of this rank")
             self._arrivals[key] = self._loop.create_future()
         return self._arrivals[key]
 
@@ -453,15 +451,15 @@ class Links:
             state = self._state(link.rank, call, number, label)
             self._spawn(link.send(STATE, call, number, "", state.packed()))
         elif kind == STATE:
-            self._on_state(link, call, number, Verdict.unpacked(payload))
+            self._on_state(link, call, number, Verdict.unpacked(payload, self.size))
         elif kind == REPORT:
-            verdict = Verdict.unpacked(payload)
+            verdict = Verdict.unpacked(payload, self.size)
             # Of a broken connection the coordinator, and the ranks above, name the other end.
             if verdict.missing.get(self.rank) == BROKEN:
                 verdict.missing[link.rank] = verdict.missing.pop(self.rank)
             self._report(call, verdict)
         elif kind == FAILED:
-            self._spawn(self._spread(call, Verdict.unpacked(payload)))
+            self._spawn(self._spread(call, Verdict.unpacked(payload, self.size)))
         elif self.verdict(call) is None:
             arrival = self._arrival((link.rank, kind, call, number))
             if not arrival.done():
@@ -496,5 +494,6 @@ class Links:
     def _close(self) -> None:
         for task in tuple(self._tasks):
             task.cancel()
+        self._listener.close()
         for each in self.sockets():
             each.close()

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from megackpt import limits
 from megackpt.distributed.rendezvous import receive
 from megackpt.distributed.waiting import interval, warn_after
@@ -114,9 +116,14 @@ class Verdict(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
-    def unpacked(cls, payload: Payload) -> Verdict:
-        missing, text = json.loads(bytes(payload))
-        return cls({int(rank): word for rank, word in missing.items()}, text)
+    def unpacked(cls, payload: Payload, ranks: int) -> Verdict:
+        """Raises ValueError or TypeError for other bytes than those of ``packed``."""
+        named, text = json.loads(bytes(payload))
+        missing = {int(rank): word for rank, word in named.items()}
+        are_texts = {*map(type, (text, *missing.values()))} == {str}
+        if not are_texts or not all(0 <= rank < ranks for rank in missing):
+            raise ValueError("a verdict that names no ranks of this group")
+        return cls(missing, text)
 
 
 class Message(NamedTuple):
@@ -168,10 +175,14 @@ class Link:
 
         head = await receive(self.socket, memoryview(bytearray(_HEADER.size)), note)
         kind, label, call, number, length = _HEADER.unpack(head)
-        if length > limits.CONTROL_MESSAGE_BYTES:
-            raise ConnectionError(f"a control message of {length} bytes is refused")
+        if kind > FAILED or length > limits.CONTROL_MESSAGE_BYTES:
+            raise ConnectionError(
+                f"a control message {kind} of {length} bytes is refused"
+            )
         text = await receive(self.socket, memoryview(bytearray(label)), note)
-        payload = await receive(self.socket, memoryview(bytearray(length)), note)
+        # Memory without values: the system gives it as the bytes arrive.
+        room = np.empty(length, np.uint8).data
+        payload = await receive(self.socket, room, note)
         return Message(kind, call, number, str(text, errors="replace"), payload)
 
     def shut(self) -> None:

@@ -43,7 +43,6 @@ from megackpt.distributed.rendezvous import (
     Address,
     JobStore,
     connect,
-    own_address,
     receive,
 )
 from megackpt.distributed.streams import Stream
@@ -127,15 +126,13 @@ class Tree(Links):
         )
 
     async def address(self) -> Address:
-        listener = self._listen()
-        return await self.store.use(
-            lambda store: own_address(listener.port, listener.token, store)
-        )
+        return await self._listener.open(self.store)
 
     async def _give(self, step: Step, address: Address | None, stream: Stream) -> None:
         if address is None or not stream.nbytes:
             return
-        made = await connect(address, DATA, self.rank, step.call, step.number)
+        token = await self.store.token()
+        made = await connect(address, token, DATA, self.rank, step.call, step.number)
         with closing(made):
             for piece in stream.pieces():
                 await asyncio.get_running_loop().sock_sendall(made, piece)

@@ -1,4 +1,9 @@
-"""How ranks find and know each other: addresses in the job's store, tokens in greetings."""
+"""How ranks find and know each other: by addresses, and by a secret token, in the job's store.
+
+Of a new connection, both ends show that they know the token: each sends an HMAC of a number that
+the other end has drawn. The token itself does not cross the connection, and what did is of no use
+for another one. What follows is neither encrypted nor signed.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +33,17 @@ T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.distributed")
 
-Address = tuple[list[str], int, str]
-"""Hosts to try in turn, the port, and the token as hex digits."""
+Address = tuple[list[tuple[str, int]], str]
+"""Hosts and ports to try in turn, and a name of the listener, which is no secret."""
 
-_GREETING = struct.Struct("!8s16sBQQQ")
+_CHALLENGE = struct.Struct("!8s16s")  # _MAGIC, a number drawn by the listener
+_GREETING = struct.Struct("!BQQQ16s")  # kind, rank, call, number, a number drawn here
 _MAGIC = b"megackpt"
-_TOKEN_BYTES = 16
+_TOKEN_BYTES = 32
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_SHORTEST_GREETING = 0.25
+"""Seconds. Of too many new connections, those that are older make room."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks into the store
 _ANSWER_SECONDS = 4.0
 _OUTSIDE = "192.0.2.1"  # a documentation address: the way there is the default route
@@ -71,6 +81,7 @@ class JobStore:
             f"megackpt/{name}/{attempt}/{_made[name]}",
             distributed_c10d._get_default_store(),
         )
+        self._token = b""
         self._uses = 0
         self._heard = 0.0
 
@@ -79,24 +90,40 @@ class JobStore:
         seconds = min(_ANSWER_SECONDS, timeout / 2)
         return self._uses > 0 and time.monotonic() - self._heard > seconds
 
-    async def publish(self, rank: int, port: int, token: bytes) -> None:
+    async def publish(self, rank: int, listener: Listener) -> None:
+        key = f"address/{rank}"
+        value = json.dumps(await listener.open(self))
+
         def publish(store: Any) -> None:
-            key = f"address/{rank}"
-            store.set(key, json.dumps(own_address(port, token, store)))
+            store.set(key, value)
             store.check([key])  # a set has no answer
 
         await self.use(publish)
 
     async def find(self, rank: int) -> Address:
         """The address of a rank, once it has published one."""
+        places, name = json.loads(await self._get(f"address/{rank}"))
+        return places, name
 
-        key = f"address/{rank}"
+    async def token(self) -> bytes:
+        """The secret of these ranks, which the first rank that asks has drawn."""
+
+        def draw(store: Any) -> None:
+            if store.add("tokens", 1) == 1:
+                store.set("token", secrets.token_hex(_TOKEN_BYTES))
+
+        if not self._token:
+            await self.use(draw)
+            self._token = bytes.fromhex((await self._get("token")).decode())
+        return self._token
+
+    async def _get(self, key: str) -> bytes:
         pause = _FIRST_PAUSE
         while not await self.use(lambda store: store.check([key])):
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        hosts, port, token = json.loads(await self.use(lambda store: store.get(key)))
-        return hosts, port, token
+        value: bytes = await self.use(lambda store: store.get(key))
+        return value
 
     async def use(self, function: Callable[[Any], T]) -> T:
         """The result of a function that takes the store. Raises StoreLost."""
@@ -131,22 +158,26 @@ class JobStore:
         return await future
 
 
-def own_address(port: int, token: bytes, store: Any = None) -> Address:
+def own_hosts(store: Any = None) -> list[str]:
     """Where other hosts reach this one: by the interface that GLOO_SOCKET_IFNAME names.
 
-    Otherwise by the interface on the way to the job's store, or that of the default route.
+    Otherwise by the interface on the way to the job's store, or that of the default route: the name
+    of the store's host may lead its own processes to a loopback address.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
         with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
             request = struct.pack("256s", name.encode()[:255])
             found = fcntl.ioctl(probe.fileno(), _INTERFACE_ADDRESS, request)
-        return [socket.inet_ntoa(found[20:24])], port, token.hex()
+        return [socket.inet_ntoa(found[20:24])]
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     master = getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "")
+    targets = [master, _OUTSIDE]
+    if master in ("localhost", "::1") or master.startswith("127."):
+        targets = [master]  # so all ranks are on this host
     hosts: list[str] = []
-    for target in (master, _OUTSIDE):
+    for target in targets:
         with suppress(OSError):
             family, kind, *_, where = socket.getaddrinfo(
                 target or _OUTSIDE, 9, type=socket.SOCK_DGRAM
@@ -154,76 +185,125 @@ def own_address(port: int, token: bytes, store: Any = None) -> Address:
             with closing(socket.socket(family, kind)) as probe:
                 probe.connect(where)  # sends nothing
                 hosts.append(probe.getsockname()[0])
-    return list(dict.fromkeys(hosts)) or ["127.0.0.1"], port, token.hex()
+    return list(dict.fromkeys(hosts)) or ["127.0.0.1"]
 
 
 class Listener:
-    """Accepts connections of ranks that know its token."""
+    """Accepts connections of ranks that know the token, after ``open``."""
 
     def __init__(
         self, on_greeting: Callable[[socket.socket, int, int, int, int], None]
     ):
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
-        try:
-            self.socket = socket.create_server(
-                ("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-            )
-        except (OSError, ValueError):  # a system without IPv6
-            self.socket = socket.create_server(("", 0), backlog=1024)
-        self.socket.setblocking(False)
-        self.port = self.socket.getsockname()[1]
+        self.sockets: list[socket.socket] = []
+        self._name = secrets.token_hex(_NONCE_BYTES)
+        self._places: list[tuple[str, int]] = []
         self._on_greeting = on_greeting
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._opening = asyncio.Lock()
+        self._serving: list[asyncio.Task[None]] = []
+        self._greetings: dict[asyncio.Task[None], float] = {}
+        """Connections that have not shown that they are of this job, the oldest first."""
 
-    async def serve(self) -> None:
+    async def open(self, store: JobStore) -> Address:
+        """Listen at the addresses of ``own_hosts`` only. Returns where."""
+        async with self._opening:
+            if not self.sockets:
+                token = await store.token()
+                for host in await store.use(own_hosts):
+                    made = _bound(host)
+                    self.sockets.append(made)
+                    self._places.append((host, made.getsockname()[1]))
+                    serving = self._serve(made, token)
+                    self._serving.append(asyncio.create_task(serving))
+        return self._places, self._name
+
+    def close(self) -> None:
+        for task in (*self._serving, *self._greetings):
+            task.cancel()
+        for each in self.sockets:
+            each.close()
+
+    async def _serve(self, listening: socket.socket, token: bytes) -> None:
         loop = asyncio.get_running_loop()
-        while self.socket.fileno() != -1:
+        while True:
+            while len(self._greetings) >= limits.GREETINGS:
+                await self._make_room()
             try:
-                accepted, _ = await loop.sock_accept(self.socket)
+                accepted, _ = await loop.sock_accept(listening)
             except OSError as error:  # such as too many open files
                 logger.warning("a rank cannot connect yet: %s", error)
                 await asyncio.sleep(_LONGEST_PAUSE)
                 continue
-            task = loop.create_task(self._greet(accepted))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task = loop.create_task(self._greet(accepted, token))
+            self._greetings[task] = time.monotonic()
+            task.add_done_callback(self._greetings.pop)
 
-    async def _greet(self, accepted: socket.socket) -> None:
+    async def _make_room(self) -> None:
+        """Wait until a greeting has ended. The oldest one ends soon, the next ones wait."""
+        oldest, began = next(iter(self._greetings.items()))
+        left = began + _SHORTEST_GREETING - time.monotonic()
+        if left <= 0:
+            oldest.cancel()
+        await asyncio.wait(
+            self._greetings, timeout=left, return_when=asyncio.FIRST_COMPLETED
+        )
+
+    async def _greet(self, accepted: socket.socket, token: bytes) -> None:
+        loop = asyncio.get_running_loop()
         try:
             accepted.setblocking(False)
             async with asyncio.timeout(limits.GREETING_SECONDS):
-                data = await receive(accepted, memoryview(bytearray(_GREETING.size)))
-                magic, token, kind, *numbers = _GREETING.unpack(data)
-                if magic != _MAGIC or not hmac.compare_digest(token, self.token):
-                    accepted.close()
-                    return
-                await asyncio.get_running_loop().sock_sendall(accepted, _MAGIC)
-        except (OSError, EOFError, TimeoutError):
+                nonce = secrets.token_bytes(_NONCE_BYTES)
+                await loop.sock_sendall(accepted, _CHALLENGE.pack(_MAGIC, nonce))
+                greeting = await _received(accepted, _GREETING.size)
+                shared = self._name, nonce, greeting
+                given = await _received(accepted, _PROOF_BYTES)
+                if not hmac.compare_digest(given, _proof(token, "connect", *shared)):
+                    raise ConnectionRefusedError("it does not know the token")
+                await loop.sock_sendall(accepted, _proof(token, "accept", *shared))
+            tune(accepted)
+            self._on_greeting(accepted, *_GREETING.unpack(greeting)[:4])
+        except BaseException as error:
             accepted.close()
-            return
-        tune(accepted)
-        self._on_greeting(accepted, kind, *numbers)
+            if not isinstance(error, (OSError, EOFError, TimeoutError)):
+                raise
+
+
+def _bound(host: str) -> socket.socket:
+    """A socket that listens at this address only, or at all if this is not possible."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        made = socket.create_server((host, 0), family=family, backlog=1024)
+    except OSError as error:  # an address of another host, or with a zone of IPv6
+        logger.warning("listening at all addresses, as at %s: %s", host, error)
+        any_host = "::" if family == socket.AF_INET6 else "0.0.0.0"
+        made = socket.create_server((any_host, 0), family=family, backlog=1024)
+    made.setblocking(False)
+    return made
+
+
+def _proof(token: bytes, side: str, name: str, nonce: bytes, greeting: bytes) -> bytes:
+    """What shows the other end that this one knows the token. ``name``: of the listener."""
+    return hmac.digest(token, f"{side} {name} ".encode() + nonce + greeting, "sha256")
 
 
 async def connect(
-    address: Address, kind: int, rank: int, call: int, number: int
+    address: Address, token: bytes, kind: int, rank: int, call: int, number: int
 ) -> socket.socket:
     """A connection to the listener at this address. Raises OSError where none answers so."""
-    hosts, port, token = address
-    greeting = _GREETING.pack(_MAGIC, bytes.fromhex(token), kind, rank, call, number)
-    loop = asyncio.get_running_loop()
+    places, name = address
     failed: Exception = OSError("no address")
-    for host in hosts:
+    host, port = "", 0
+    for host, port in places:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
         made.setblocking(False)
+        greeting = _GREETING.pack(
+            kind, rank, call, number, secrets.token_bytes(_NONCE_BYTES)
+        )
         try:
             async with asyncio.timeout(limits.GREETING_SECONDS):
-                await loop.sock_connect(made, (host, port))
-                await loop.sock_sendall(made, greeting)
-                reply = await receive(made, memoryview(bytearray(len(_MAGIC))))
-            if bytes(reply) != _MAGIC:
-                raise ConnectionRefusedError(f"another program listens on port {port}")
+                await asyncio.get_running_loop().sock_connect(made, (host, port))
+                await _introduce(made, token, name, greeting)
         except (OSError, EOFError, TimeoutError) as error:
             made.close()
             failed = error
@@ -233,7 +313,24 @@ async def connect(
         else:
             tune(made)
             return made
-    raise ConnectionError(f"{hosts[-1]}:{port}: {failed!r}") from failed
+    raise ConnectionError(f"{host}:{port}: {failed!r}") from failed
+
+
+async def _introduce(
+    made: socket.socket, token: bytes, name: str, greeting: bytes
+) -> None:
+    magic, nonce = _CHALLENGE.unpack(await _received(made, _CHALLENGE.size))
+    if magic != _MAGIC:
+        raise ConnectionRefusedError("another program listens there")
+    proof = _proof(token, "connect", name, nonce, greeting)
+    await asyncio.get_running_loop().sock_sendall(made, greeting + proof)
+    answer = await _received(made, _PROOF_BYTES)
+    if not hmac.compare_digest(answer, _proof(token, "accept", name, nonce, greeting)):
+        raise ConnectionRefusedError("it does not know the token")
+
+
+async def _received(source: socket.socket, count: int) -> bytes:
+    return bytes(await receive(source, memoryview(bytearray(count))))
 
 
 async def receive(
