@@ -11,7 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from megackpt import errors
 from megackpt.errors import (
@@ -67,12 +67,16 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """``kind`` is None for an exception whose class is not in ``megackpt.errors``."""
+        """``kind`` is the nearest class of ``megackpt.errors``, or None if that is the root."""
         details = "".join(traceback.format_exception(error))
         text = format_error(error)
-        if isinstance(error, CheckpointingException) and _is_ours(type(error)):
-            return cls(rank, type(error), text, details)
-        return cls(rank, None, f"{type(error).__name__}: {text}", details)
+        kind: Any = next(filter(_is_ours, type(error).__mro__), None)
+        is_exact = kind is type(error)
+        if not is_exact:
+            text = f"{type(error).__name__}: {text}"
+            if kind is CheckpointingException:
+                kind = None
+        return cls(rank, kind, text, details)
 
 
 def for_all_ranks(
@@ -175,5 +179,5 @@ def _indented(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + line for line in text.rstrip().splitlines())
 
 
-def _is_ours(kind: type[CheckpointingException]) -> bool:
+def _is_ours(kind: type) -> bool:
     return vars(errors).get(kind.__name__) is kind

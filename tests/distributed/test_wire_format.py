@@ -170,7 +170,7 @@ def test_an_exception_of_the_users_travels_as_text(where: str) -> None:
 
     for error in ThreadedGroup.outcomes(2, run, timeout=10):
         assert not isinstance(error, OfTheUser)
-        assert isinstance(error, CheckpointingException)
+        assert type(error) is StorageError
         assert "OfTheUser: no space" in str(error)
 
 
@@ -262,5 +262,5 @@ def test_damaged_messages_are_values_or_errors_of_ours() -> None:
 def test_parts_must_fill_their_message() -> None:
     whole = join([b"ab", b"c"])
     for wrong in (whole[:-1], whole + b"x"):
-        with pytest.raises(ValueError, match="parts of 3 bytes"):
+        with pytest.raises(ValueError, match="parts of"):
             split(wrong)
