@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copyreg
+import logging
+from concurrent.futures import Future, wait
 from functools import wraps
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import checkpoint
+from torch.distributed import checkpoint, is_available, is_initialized
 from torch.distributed.checkpoint import (
     _fsspec_filesystem,
     _storage_utils,
@@ -44,6 +46,10 @@ _EXECUTORS = (
     _ThreadBasedAsyncCheckpointExecutor,
 )
 
+_log = logging.getLogger(__name__)
+
+_running: list[Future[Any]] = []
+"""The last ``async_save``."""
 _replaced: list[tuple[Any, str, Any]] = []
 """Owner, name and former value of each replaced attribute."""
 
@@ -132,7 +138,8 @@ def _restore_stock(name: str, state: dict[str, Any]) -> Any:
 def _naming_writers(execute_save: Any) -> Any:
     """``execute_save`` of an ``async_save``, with the writer that its checkpoint_id implies now.
 
-    torch chooses it in the thread or process that writes: later, or where nothing is installed.
+    torch chooses it in the thread or process that writes: later, or where nothing is installed. The
+    threads of two saves would mix their messages over one process group, and wait for ever.
     """
 
     @wraps(execute_save)
@@ -140,6 +147,15 @@ def _naming_writers(execute_save: Any) -> Any:
         if kwargs.get("storage_writer") is None:
             writer = _storage_utils._storage_setup(None, kwargs.get("checkpoint_id"))
             kwargs["storage_writer"] = writer
-        return execute_save(*args, **kwargs)
+        several_ranks = is_available() and is_initialized()
+        if several_ranks and _running and not _running[0].done():
+            _log.warning(
+                "async_save waits for the one before it, whose messages use the same ranks: wait for "
+                "its result before the next one"
+            )
+            wait(_running)
+        future = execute_save(*args, **kwargs)
+        _running[:] = [future]
+        return future
 
     return execute

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-import megackpt
+import megackpt.dcp
 from megackpt.dcp import FileSystemReader, FileSystemWriter
 from tests.dcp.states import (
     assert_same,
@@ -190,6 +190,25 @@ def in_the_background(folder: str) -> None:
     if PROCESS_OUTLIVES_ERRORS:
         dcp.async_save(sharded(5), checkpoint_id=f"{folder}/5", **told).result()
         check(f"{folder}/5", 5)
+
+
+def two_in_flight(folder: str) -> None:
+    """Nobody waits for the result of the first ``async_save`` before the second one."""
+    # Made before, for making them sends messages, too.
+    states = {f"{folder}/{seed}": sharded(seed) for seed in (1, 2, 3)}
+    with megackpt.dcp.install():
+        futures: list[Any] = []
+        for place, state in states.items():
+            futures.append(dcp.async_save(state, checkpoint_id=place))
+        for future in futures:
+            future.result(60)
+    for seed in (1, 2, 3):
+        check(f"{folder}/{seed}", seed)
+
+
+@pytest.mark.slow
+def test_two_background_saves_in_flight(ranks: Any, tmp_path: Path) -> None:
+    ranks(two_in_flight, 2, tmp_path, timeout=120)
 
 
 @pytest.mark.slow
