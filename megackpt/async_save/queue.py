@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # registers its exit hook before ours
 import logging
+import math
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
+from zlib import crc32
 
 from megackpt import events
 from megackpt.async_save.request import AsyncRequest, Pending
@@ -84,6 +86,7 @@ class _Call:
     index: int
     request: AsyncRequest
     pending: Pending
+    scheduled: float = field(default_factory=time.monotonic)
     first: float = field(default_factory=time.monotonic)
     """When it became the oldest one; before that it may have waited for another."""
     slowest: tuple[int, int] | None = None
@@ -169,15 +172,20 @@ class AsyncCallsQueue:
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start the task of a request; returns its number (0, 1, 2, ...). Call it on all ranks."""
-        with self._exclusive():
+        with self._exclusive(), _given_up_if_interrupted(async_request):
             request = AsyncRequest(*async_request).freeze()  # also Megatron's own
             pending = request.prepare(self._process_group)
             self._index += 1
-            self._calls.append(_Call(self._index, request, pending))
-            _unfinished.add(self)
-            error = attempt(lambda: self._get_worker().start(pending.task)).error
-            if error is not None:
-                pending.task.finish(Attempt(None, error))
+            call = _Call(self._index, request, pending)
+            try:
+                self._calls.append(call)
+                _unfinished.add(self)
+                error = attempt(lambda: self._get_worker().start(pending.task)).error
+                if error is not None:
+                    pending.task.finish(Attempt(None, error))
+            except BaseException:  # a signal handler raises
+                self._give_up(call)
+                raise
             return self._index
 
     def maybe_finalize_async_calls(
@@ -191,10 +199,13 @@ class AsyncCallsQueue:
 
         Raises, on all ranks, the error of a request on any rank (see ``on_error``). That request
         has ended then; the next call continues with the next one. After RankLost all requests have
-        ended.
+        ended that were scheduled before the rank was lost. An exception of a signal handler ends
+        all requests, on all ranks.
         """
         finalized: list[int] = []
-        with self._exclusive():
+        lost: RankLost | None = None
+        callers: list[BaseException] = []
+        with self._exclusive(), self._ended_if_interrupted(callers):
             while self._calls:
                 call = self._calls[0]
                 before = call.pending.ended  # set if it was scheduled twice
@@ -210,12 +221,16 @@ class AsyncCallsQueue:
                     if call.pending.ended == "done" != before:
                         # A finalize function of the caller has failed: the save is committed.
                         finalized.append(call.index)
+                        callers.append(error)
                     elif isinstance(error, RankLost):
-                        # The others were started over the same ranks.
-                        while self._calls:
-                            call = self._calls[0]
+                        # Those scheduled before were started over the same ranks. Of a later one,
+                        # the other ranks may be in the vote already.
+                        since = math.inf if group is None else group.lost_at
+                        for call in [c for c in self._calls if c.scheduled < since]:
                             error.add_note(f"{call.task.name} is given up as well")
                             self._give_up(call)
+                        lost = lost or error
+                        continue
                     elif call not in self._calls and self.failures.tolerates(
                         error, call.task.name, group is None or group.is_coordinator
                     ):
@@ -223,7 +238,25 @@ class AsyncCallsQueue:
                     if finalized:
                         error.add_note(f"finalized before in this call: {finalized}")
                     raise
+            if lost is not None:
+                if finalized:
+                    lost.add_note(f"finalized in this call: {finalized}")
+                raise lost
         return finalized
+
+    @contextmanager
+    def _ended_if_interrupted(self, callers: list[BaseException]) -> Iterator[None]:
+        """After an exception that is this rank's alone, the others do not wait for its votes.
+
+        ``callers``: exceptions of the caller's finalize functions, after which it goes on.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, CheckpointingException) and error not in callers:
+                while self._calls:
+                    self._give_up(self._calls[0])
+            raise
 
     @staticmethod
     def warmup_persistent_caller(*_: Any, **__: Any) -> None:
@@ -337,14 +370,14 @@ class AsyncCallsQueue:
     def _vote(self, call: _Call) -> bool:
         group = call.pending.meet()
         own = call.progress * _RANKS + group.rank
+        name = crc32(call.task.name.encode())
         slowest, least, opposite, stuck = group.lowest(
-            [own, call.index, -call.index, -int(call.task.stuck)]
+            [own, name, -name, -int(call.task.stuck)]
         )
         if least != -opposite:
             raise CheckpointingException(
-                "Unmatched async calls. The ranks' oldest unfinalized requests are the numbers "
-                f"{least} to {-opposite} (here {call.index}): every rank must schedule and "
-                "finalize the same requests"
+                "Unmatched async calls. The ranks' oldest unfinalized requests differ (here "
+                f"{call.task.name!r}): every rank must schedule and finalize the same requests"
             )
         progress, rank = divmod(slowest, _RANKS)
         call.slowest = rank, progress
@@ -376,6 +409,17 @@ class AsyncCallsQueue:
                 call.task.name,
             )
         return True
+
+
+@contextmanager
+def _given_up_if_interrupted(request: AsyncRequest) -> Iterator[None]:
+    """Other ranks may have scheduled a request of which this rank raises."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(request[0], Pending) and not request[0].ended:
+            request[0].give_up()
+        raise
 
 
 def _end_of_process() -> None:

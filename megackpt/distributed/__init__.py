@@ -14,6 +14,7 @@ from megackpt.distributed.process_group import (
     DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
     GroupLike as GroupLike,
     another_group as another_group,
+    coordinates as coordinates,
     domain_of as domain_of,
     give_back as give_back,
     group_over as group_over,

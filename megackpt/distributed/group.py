@@ -6,6 +6,7 @@ that processes and the threads of a test behave alike; ``SingleGroup`` is a sing
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,11 @@ class Group(ABC):
 
     rank: int
     size: int
+
+    @property
+    def lost_at(self) -> float:
+        """The ``time.monotonic()`` at which this rank knew of lost ranks; infinite if unknown."""
+        return math.inf
 
     @property
     def is_coordinator(self) -> bool:

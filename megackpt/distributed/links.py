@@ -7,13 +7,12 @@ import logging
 import math
 import socket
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, cast
-from weakref import WeakValueDictionary
 
 from megackpt import limits
+from megackpt.distributed.calls import Calls, failures_in
 from megackpt.distributed.messages import (
     ABSENT,
     ASK,
@@ -22,13 +21,15 @@ from megackpt.distributed.messages import (
     DATA,
     ENDED,
     FAILED,
+    GAVE_UP,
+    HELLO,
     LINK,
+    REFUSED,
     REPORT,
     SENT,
     SILENT,
     SLOW,
     STATE,
-    CallFailed,
     Link,
     Message,
     Step,
@@ -39,6 +40,7 @@ from megackpt.distributed.messages import (
 )
 from megackpt.distributed.rendezvous import (
     STORE_SILENT,
+    Address,
     JobStore,
     Listener,
     StoreLost,
@@ -53,24 +55,17 @@ _DELIVERY = 0.02
 """Seconds until the steps that wait have taken the last messages of a connection that is lost."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
 _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
-_RETURN_SECONDS = 5.0
-"""In the first step of a call a rank has these to connect again, if its last connection was closed.
-A rank that believed this one to be silent closes it, too."""
 _CROSSED_SECONDS = 2.0
-"""Two ranks that wait for each other in different calls report it after these."""
+"""Two ranks that wait for each other in different calls for so long report it. A rank that was
+stopped may say so once, before it has read the message that it waits for."""
 _CAUSE_SECONDS = 5.0
 _NAMED = 64  # ranks that one answer names
-_REMEMBERED = 64  # failed calls
 _MOST_ARRIVALS = 1 << 14
 """Messages and connections that are awaited, or came before their steps."""
 
 
 class Links:
-    """The connections of this rank. Its coroutines run on the thread of the event loop.
-
-    A *call* is one save or load, including its asynchronous completion, with the same number on all
-    ranks. Its steps are numbered, too, so messages of several calls do not mix.
-    """
+    """The connections of this rank. Its coroutines run on the thread of the event loop."""
 
     def __init__(
         self, rank: int, size: int, store: JobStore, loop: asyncio.AbstractEventLoop
@@ -78,37 +73,22 @@ class Links:
         self.rank, self.size, self.store = rank, size, store
         self.parent = parent_of(rank) if rank else None
         self.children = children_of(rank, size)
-        self.steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
+        self.calls = Calls(loop)
         self.counts = {"messages": 0, "bytes": 0}
         """What this rank has sent."""
         self._links: dict[int, Link] = {}
         self._arrivals: dict[tuple[int, int, int, int], asyncio.Future[Any]] = {}
-        self._failures: OrderedDict[int, asyncio.Future[Verdict]] = OrderedDict()
         self._reports: dict[int, Verdict] = {}
-        self._ended: dict[int, str] = {}
+        self._ended: dict[int, tuple[str, float]] = {}  # and when
         self._cause, self._failed_at = Verdict({}), -math.inf
         self._listener = Listener(self._on_greeting)
         self._has_address = False
+        self._address: Address | None = None  # of the parent, where it was last
         self._tasks: set[asyncio.Task[Any]] = set()
         self._connecting = False
         self._loop = loop
 
     # Called by other threads.
-
-    def verdict(self, call: int) -> Verdict | None:
-        """Why this call has failed, if it has."""
-        failure = self._failures.get(call)
-        if failure is None or not failure.done():
-            return None
-        return failure.result()
-
-    def last_failure(self) -> int:
-        """The highest number of a call that has failed, or 0."""
-        last = 0
-        for call, failure in tuple(self._failures.items()):
-            if failure.done():
-                last = max(last, call)
-        return last
 
     def close(self) -> None:
         with suppress(RuntimeError):
@@ -119,67 +99,6 @@ class Links:
         links = [link.socket for link in self._links.values()]
         return links + self._listener.sockets
 
-    async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
-        """Wait until these neighbours are connected. Children connect by themselves."""
-        seconds = max(step.timeout, step.elapsed + 2)
-        parent = self.parent
-        if parent is not None and parent in ranks:
-            seconds = 2 * step.timeout
-            if parent not in self._links and not self._connecting:
-                self._connecting = True
-                self._spawn(self._connect(step, self._ended.pop(parent, "")))
-        self._listen_for_children()
-        waits = {self._arrival((r, LINK, 0, 0)): {r} for r in ranks}
-        await self._watch(step, waits, seconds)
-
-    async def _watch(
-        self, step: Step, pending: Mapping[Any, set[int]], seconds: float
-    ) -> None:
-        """Wait until all futures are done. Each comes with the neighbours that are asked meanwhile.
-
-        Raises CallFailed; also where this takes longer than ``seconds`` since the step began.
-        """
-        failure = self._failure(step.call)
-        try:
-            while True:
-                step.awaited = set()
-                waiting = []
-                for future, ranks in pending.items():
-                    if not future.done():
-                        step.awaited |= ranks
-                        waiting.append(future)
-                if not step.awaited and self.parent is not None:
-                    return  # also if rank 0 has given the call up afterwards
-                if failure.done():
-                    break
-                if not step.awaited:
-                    if step.call in self._reports:
-                        await self._failed(step)  # the verdict follows the report
-                    return
-                ended = {r: self._ended[r] for r in step.awaited if r in self._ended}
-                if ended and (step.number > 1 or step.elapsed > _RETURN_SECONDS):
-                    self._report(step.call, Verdict(ended))
-                elif step.elapsed > seconds:
-                    self._report(step.call, self._missing(step))
-                left = seconds - step.elapsed
-                pause = step.pause
-                if left > 0:
-                    pause = min(pause, left)
-                await asyncio.wait(
-                    [*waiting, failure],
-                    timeout=pause,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                self._ask(step)
-                self._warn(step)
-            raise CallFailed(failure.result())
-        finally:
-            step.awaited = set()
-
-    async def _failed(self, step: Step) -> None:
-        await asyncio.wait([self._failure(step.call)])
-        raise CallFailed(self._failure(step.call).result())
-
     # Which ranks are missing.
 
     def _ask(self, step: Step) -> None:
@@ -188,21 +107,25 @@ class Links:
         if now - step.asked < step.pause:
             return
         step.asked = now
-        for rank in step.awaited:
+        for rank in step.awaited - step.questions.keys():
             link = self._links.get(rank)
             if link is not None:
+                step.questions[rank] = now
                 self._spawn(link.send(ASK, step.call, step.number, step.label))
 
     def _state(self, asking: int, call: int, number: int, label: str) -> Verdict:
         """The answer to a neighbour that waits for this rank in a step: the rank it waits for."""
-        step = self.steps.get(call)
+        step = self.calls.steps.get(call)
+        if left := self.calls.left(call):
+            # Its last message, if there was one, is on the way before this answer.
+            return Verdict({self.rank: left})
         if step is not None and step.number == number:
             if self._differs(step, asking, label) or not step.awaited:
                 return Verdict({self.rank: SLOW})
             return self._missing(step, asking)
         if step is not None and step.number > number:
             return Verdict({})
-        for other in tuple(self.steps.values()):
+        for other in tuple(self.calls.steps.values()):
             if other.call != call and other.awaited:
                 if asking in other.awaited:
                     return Verdict({self.rank: SLOW}, other.label)
@@ -217,7 +140,7 @@ class Links:
         for rank in step.awaited - {asking}:
             link = self._links.get(rank)
             if link is None:
-                missing[rank] = self._ended.get(rank, ABSENT)
+                missing[rank], _ = self._ended.get(rank, (ABSENT, 0.0))
             elif now - max(link.heard, step.began) > 3 * step.pause + 0.2:
                 missing[rank] = SILENT
             elif link.state is not None and link.state[:2] == (step.call, step.number):
@@ -238,9 +161,12 @@ class Links:
         operation, stage = label.split("\n", 2)[:2]
         if (operation, stage) == (step.operation, step.stage):
             return False
-        calls = {self.rank: step.label, rank: label}
-        self._report(step.call, Verdict({}, describe_calls(calls)))
+        self._report_crossing(step, rank, label)
         return True
+
+    def _report_crossing(self, step: Step, rank: int, label: str) -> None:
+        calls = {self.rank: step.label, rank: label}
+        self._report(step.call, Verdict({}, describe_calls(calls), None))
 
     def _warn(self, step: Step) -> None:
         after = warn_after()
@@ -257,15 +183,10 @@ class Links:
     # Failures: reported to rank 0, which sends one verdict to all.
 
     def _failure(self, call: int) -> asyncio.Future[Verdict]:
-        if call not in self._failures:
-            self._failures[call] = self._loop.create_future()
-            while len(self._failures) > _REMEMBERED:
-                oldest = next(iter(self._failures))
-                if self.steps.get(oldest):
-                    break  # a step of it still waits
-                del self._failures[oldest]
-                self._forget(oldest)
-        return self._failures[call]
+        failure = self.calls.failure(call)
+        for forgotten in self.calls.forgotten():
+            self._forget(forgotten)
+        return failure
 
     def _report(self, call: int, verdict: Verdict) -> None:
         if self._failure(call).done():
@@ -278,10 +199,14 @@ class Links:
             if any(cause.startswith(ENDED) for cause in causes) or (
                 lately and not all(cause.startswith(CONSEQUENCES) for cause in causes)
             ):
-                verdict = self._cause
+                verdict = self._cause._replace(name=verdict.name)
         first = call not in self._reports
         known = self._reports.setdefault(call, Verdict({}))
-        merged = Verdict(verdict.missing | known.missing, known.text or verdict.text)
+        name: str | None = None
+        if None not in (known.name, verdict.name):
+            name = self.calls.names.get(call, known.name or verdict.name)
+        missing = verdict.missing | known.missing
+        merged = Verdict(missing, known.text or verdict.text, name)
         if merged == known and not first:
             return
         self._reports[call] = merged
@@ -311,7 +236,9 @@ class Links:
             for task in late:
                 task.cancel()
             await asyncio.gather(*sends, return_exceptions=True)
-        waiting = [step.call for step in tuple(self.steps.values()) if step.awaited]
+        waiting = [
+            step.call for step in tuple(self.calls.steps.values()) if step.awaited
+        ]
         if all(other == call or self._failure(other).done() for other in waiting):
             # TCP repeats what was lost only after long pauses, so the next call connects afresh.
             for rank, word in verdict.missing.items():
@@ -321,8 +248,7 @@ class Links:
                     self._lose(link, TimeoutError("it connects afresh"))
         if verdict.missing:
             self._cause, self._failed_at = verdict, time.monotonic()
-        if not self._failure(call).done():
-            self._failure(call).set_result(verdict)
+        self.calls.fail(call, verdict)
         self._reports.pop(call, None)
         self._forget(call, except_kind=SENT)
 
@@ -338,6 +264,14 @@ class Links:
             self._has_address = True
             self._spawn(self.store.publish(self.rank, self._listener))
 
+    def _reach_parent(self, step: Step) -> None:
+        parent = self.parent
+        if parent is None or parent in self._links or self._connecting:
+            return
+        self._connecting = True
+        known, _ = self._ended.pop(parent, ("", 0.0))
+        self._spawn(self._connect(step, known))
+
     async def _connect(self, step: Step, known: str) -> None:
         """Connect to the parent; where that fails, the call fails. ``known``: how it has ended."""
         parent = cast("int", self.parent)
@@ -349,7 +283,9 @@ class Links:
             async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
                 token = await self.store.token()
                 while parent not in self._links:
-                    address = await self.store.find(parent)
+                    # The store's client may be silent long after a cut.
+                    known_address, self._address = self._address, None
+                    address = known_address or await self.store.find(parent)
                     try:
                         made = await connect(address, token, LINK, self.rank, 0, 0)
                     except OSError as error:
@@ -358,6 +294,7 @@ class Links:
                             raise
                         await asyncio.sleep(_GRACE)
                     else:
+                        self._address = address
                         self._add_link(parent, made)
         except StoreLost as error:
             self._report(step.call, Verdict({}, str(error)))
@@ -372,36 +309,40 @@ class Links:
         self, accepted: socket.socket, kind: int, rank: int, call: int, number: int
     ) -> None:
         if kind == LINK and rank in self.children:
-            link = self._add_link(rank, accepted)
-            for failed in tuple(self._failures):
-                verdict = self.verdict(failed)
-                if verdict is not None:
-                    self._spawn(link.send(FAILED, failed, 0, "", verdict.packed()))
+            self._add_link(rank, accepted)
         elif (
             kind == DATA
-            and self.verdict(call) is None
+            and self.calls.verdict(call) is None
             and not self._arrival((rank, DATA, call, number)).done()
         ):
             self._arrival((rank, DATA, call, number)).set_result(accepted)
         else:
             accepted.close()
 
-    def _add_link(self, rank: int, connection: socket.socket) -> Link:
+    def _add_link(self, rank: int, connection: socket.socket) -> None:
         if rank in self._links:
             self._links[rank].shut()
-            # Only the other end has seen it break. It connects when it sends its first message.
-            for step in tuple(self.steps.values()):
-                if rank in step.awaited:
-                    pause = _DELIVERY if step.number > 1 else _RETURN_SECONDS
-                    args = [step], rank, BROKEN
-                    self._loop.call_later(pause, self._report_lost, *args)
+            # Only the other end has seen it break.
+            steps = self._steps_lost_with(rank)
+            self._loop.call_later(_DELIVERY, self._report_lost, steps, rank, BROKEN)
         link = self._links[rank] = Link(rank, connection)
         self._ended.pop(rank, None)
-        arrival = self._arrival((rank, LINK, 0, 0))
-        if not arrival.done():
-            arrival.set_result(None)
+        for step in tuple(self.calls.steps.values()):
+            step.questions.pop(rank, None)
+        self._spawn(link.send(HELLO, 0, 0, "", self.calls.failed()))
         self._spawn(self._read(link))
-        return link
+
+    async def _greeted(self, link: Link, failed: list[tuple[int, Verdict]]) -> None:
+        """A neighbour's first message: what has failed, so that both number the next call alike."""
+        for call, verdict in failed:
+            await self._spread(call, verdict)
+        for step in tuple(self.calls.steps.values()):
+            if step.number == 1 and link.rank in step.sent:
+                kind, sent = step.sent[link.rank]
+                self._spawn(link.send(kind, step.call, 1, step.label, sent))
+        arrival = self._arrival((link.rank, LINK, 0, 0))
+        if self._links.get(link.rank) is link and not arrival.done():
+            arrival.set_result(None)
 
     async def _read(self, link: Link) -> None:
         try:
@@ -421,15 +362,27 @@ class Links:
         self._arrivals.pop((link.rank, LINK, 0, 0), None)
         word = ENDED
         if isinstance(error, (EOFError, ConnectionError)):
-            self._ended[link.rank] = word
+            self._ended[link.rank] = word, time.monotonic()
         elif isinstance(error, OSError):  # a host that is silent; it may connect again
             word = f"{SILENT} ({error})"
         else:
             word = f"{BROKEN} ({error!r})"
         # After its last messages have reached the steps that wait for them. Steps that begin
         # meanwhile connect afresh.
-        steps = [s for s in tuple(self.steps.values()) if link.rank in s.awaited]
+        steps = self._steps_lost_with(link.rank)
         self._loop.call_later(_DELIVERY, self._report_lost, steps, link.rank, word)
+
+    def _steps_lost_with(self, rank: int) -> list[Step]:
+        """The steps that cannot go on without this connection. First ones connect again."""
+        lost = []
+        for step in tuple(self.calls.steps.values()):
+            if rank not in step.awaited:
+                continue
+            if step.number > 1:
+                lost.append(step)
+            elif rank == self.parent:
+                self._loop.call_soon(self._reach_parent, step)
+        return lost
 
     def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
         if rank in self._links:  # connected again; the messages in between may be lost
@@ -460,23 +413,30 @@ class Links:
             self._report(call, verdict)
         elif kind == FAILED:
             self._spawn(self._spread(call, Verdict.unpacked(payload, self.size)))
-        elif self.verdict(call) is None:
+        elif kind == HELLO:
+            self._spawn(self._greeted(link, failures_in(payload, self.size)))
+        elif self.calls.awaits(call, number):
             arrival = self._arrival((link.rank, kind, call, number))
             if not arrival.done():
                 arrival.set_result((label, payload))
 
     def _on_state(self, link: Link, call: int, number: int, state: Verdict) -> None:
         link.state = call, number, state
-        now = time.monotonic()
-        if not state.text:
-            link.crossed = now
-        step = self.steps.get(call)
-        if step is None or link.rank not in step.awaited:
+        step, rank = self.calls.steps.get(call), link.rank
+        if step is None or step.number != number:
             return
-        if now - link.crossed > _CROSSED_SECONDS:
-            # Both wait for one another, in different calls.
-            calls = {self.rank: step.label, link.rank: state.text}
-            self._report(call, Verdict({}, describe_calls(calls)))
+        asked = step.questions.pop(rank, 0.0)
+        if state.missing.get(rank) in (GAVE_UP, REFUSED):
+            # After its last messages have reached the step.
+            self._loop.call_later(_DELIVERY, self._report_left, step, rank, state)
+        if not state.text or rank not in step.awaited:
+            step.crossed.pop(rank, None)
+        elif asked - step.crossed.setdefault(rank, time.monotonic()) > _CROSSED_SECONDS:
+            self._report_crossing(step, rank, state.text)
+
+    def _report_left(self, step: Step, rank: int, state: Verdict) -> None:
+        if rank in step.awaited:
+            self._report(step.call, state)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
         async def contained() -> None:

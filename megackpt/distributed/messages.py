@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,17 @@ GATHERED, SENT, CONFIRM, CONFIRMED, ASK, STATE, REPORT, FAILED = range(8)
 """The kinds of messages."""
 LINK, DATA = 8, 9
 """The kinds of connections: in the tree, and for the bytes of an exchange."""
+HELLO = 10
+"""The kind of the first message on each connection of the tree: the calls that have failed."""
+_KINDS = {*range(FAILED + 1), HELLO}
 
 ENDED = "did not answer: its process has ended"
 BROKEN = "did not answer: its connection broke"
 GAVE_UP = "gave it up"
+REFUSED = (
+    "began one while another thread of its process was at work over the same group, "
+    "and was refused"
+)
 CONSEQUENCES = (ENDED, BROKEN, GAVE_UP)
 SILENT = "did not answer: its process is stopped, or its host is cut off"
 ABSENT = "did not answer: it has not connected (it has not called this, or is still starting)"
@@ -91,6 +98,17 @@ class Step:
     warned: bool = False
     awaited: set[int] = field(default_factory=set)
     """The neighbours for which this rank waits now."""
+    sent: dict[int, tuple[int, Payload]] = field(default_factory=dict)
+    """In a first step: what each neighbour was sent last, to be repeated if that was lost."""
+    questions: dict[int, float] = field(default_factory=dict)
+    """Neighbours that have a question to answer, and when it was sent."""
+    crossed: dict[int, float] = field(default_factory=dict)
+    """Neighbours that wait for this rank in another call, and when the first answer said so."""
+
+    def under(self, call: int) -> Step:
+        """The same step, which begins anew, of a call with another number."""
+        words = self.stage, self.operation, self.path
+        return Step(call, self.number, self.timeout, *words)
 
     @property
     def elapsed(self) -> float:
@@ -111,6 +129,8 @@ class Verdict(NamedTuple):
 
     missing: dict[int, str]
     text: str = ""
+    name: str | None = ""
+    """What the call was to do. None: the ranks were in different ones."""
 
     def packed(self) -> bytes:
         return json.dumps(self).encode()
@@ -118,12 +138,17 @@ class Verdict(NamedTuple):
     @classmethod
     def unpacked(cls, payload: Payload, ranks: int) -> Verdict:
         """Raises ValueError or TypeError for other bytes than those of ``packed``."""
-        named, text = json.loads(bytes(payload))
+        return cls.of(json.loads(bytes(payload)), ranks)
+
+    @classmethod
+    def of(cls, fields: Any, ranks: int) -> Verdict:
+        """Raises ValueError or TypeError for fields that no verdict has."""
+        named, text, name = fields
         missing = {int(rank): word for rank, word in named.items()}
-        are_texts = {*map(type, (text, *missing.values()))} == {str}
+        are_texts = {*map(type, (text, name or "", *missing.values()))} == {str}
         if not are_texts or not all(0 <= rank < ranks for rank in missing):
             raise ValueError("a verdict that names no ranks of this group")
-        return cls(missing, text)
+        return cls(missing, text, name)
 
 
 class Message(NamedTuple):
@@ -150,9 +175,6 @@ class Link:
         self.socket = connection
         self.heard = time.monotonic()
         self.state: tuple[int, int, Verdict] | None = None  # call, number, its answer
-        self.crossed = (
-            time.monotonic()
-        )  # since when it waits for this rank in another call
         self.lock = asyncio.Lock()
 
     async def send(
@@ -175,7 +197,7 @@ class Link:
 
         head = await receive(self.socket, memoryview(bytearray(_HEADER.size)), note)
         kind, label, call, number, length = _HEADER.unpack(head)
-        if kind > FAILED or length > limits.CONTROL_MESSAGE_BYTES:
+        if kind not in _KINDS or length > limits.CONTROL_MESSAGE_BYTES:
             raise ConnectionError(
                 f"a control message {kind} of {length} bytes is refused"
             )

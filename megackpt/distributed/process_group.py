@@ -6,14 +6,15 @@ other's addresses in the job's store.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary, finalize
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import numpy as np
 
@@ -37,12 +38,15 @@ from megackpt.distributed.messages import (
 from megackpt.distributed.rank_tree import Tree
 from megackpt.distributed.rendezvous import Address, JobStore
 from megackpt.distributed.streams import Stream
+from megackpt.distributed.torch_messages import rank_and_size
 from megackpt.errors import CheckpointingException, RankLost, name_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 T = TypeVar("T")
+
+Part: TypeAlias = Callable[[Step], Coroutine[Any, Any, T]]
 
 GroupLike: TypeAlias = "dist.ProcessGroup | Group | None"
 """None: the default process group, or this process alone."""
@@ -52,10 +56,6 @@ BUSY = (
     "another thread of this process is saving or loading over the same process group: let it "
     "finish first, or give each thread a process group of its own (torch.distributed.new_group, in "
     "the same order on all ranks)"
-)
-REFUSED = (
-    "began one while another thread of its process was at work over the same group, "
-    "and was refused"
 )
 ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
@@ -72,13 +72,15 @@ _finding = threading.Lock()
 def group_over(
     process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
+    name: str = "",
 ) -> Group:
     """The Group for one save or load: over the process group given, the default one, or this
     process alone.
 
     Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait
     for one another; for the coordinator, which itself waits for the others before it answers, twice
-    as long. A Group is returned as it is.
+    as long. ``name`` says what the call is to do, alike on all ranks: a rank that has left a call
+    out passes the numbers of calls with other names. A Group is returned as it is.
 
     Raises RankLost if the other ranks have given up this call already, Busy while another thread is
     in one, CheckpointingException if this process is none of the ranks.
@@ -116,10 +118,17 @@ def group_over(
         if ranks is None:
             ranks = _known[over] = Ranks(over)
     if wrong is not None:  # the other ranks learn it at once
-        with ranks.begin(DEFAULT_TIMEOUT) as group:
+        with ranks.begin(DEFAULT_TIMEOUT, name) as group:
             group._leave(wrong)
             raise wrong
-    return ranks.begin(timeout)
+    return ranks.begin(timeout, name)
+
+
+def coordinates(process_group: GroupLike) -> bool:
+    """Whether this rank is rank 0. Not collective: it counts as no call."""
+    if isinstance(process_group, Group):
+        return process_group.is_coordinator
+    return rank_and_size(process_group)[0] == 0
 
 
 def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
@@ -186,67 +195,83 @@ class Ranks:
         self.tree = Tree(rank, size, JobStore(process_group))
         # Not with the process group: a save in flight may outlive it.
         finalize(self, self.tree.close).atexit = False
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler may save as well.
+        self._lock = threading.RLock()
         self._last = 0
-        self._late_before = False
-        self._refused: list[int] = []
-        self._in_call: ProcessGroup | None = None
-        self._thread = 0
+        self._late: str | None = None
+        self._entered: WeakSet[ProcessGroup] = WeakSet()
 
-    def begin(self, timeout: timedelta) -> ProcessGroup:
+    def begin(self, timeout: timedelta, name: str) -> ProcessGroup:
         """Begin a call, on this thread."""
         here = threading.get_ident()
         with self._lock:
-            self._last += 1
-            busy = self._in_call
-            if busy is not None and (busy.entered or self._thread != here):
-                self._refused.append(self._last)
+            if any(group.thread != here for group in tuple(self._entered)):
+                self._last += 1
+                self.tree.calls.refuse(self._last)
                 raise Busy(BUSY)
-            group = ProcessGroup(self, self._last, timeout)
-            self._in_call, self._thread = group, here
-            refused, self._refused = self._refused, []
-        try:
-            for call in refused:  # other ranks may be waiting in them
-                missing = {group.rank: REFUSED}
-                group.run(self.tree.fail(call, Verdict(missing)))
-            verdict = self.tree.verdict(group.call)
-            if verdict is None:
-                self._late_before = False
-                return group
-            if self._late_before:
-                # Twice running: it has left a call out, and would be behind for ever.
-                self._last = self.tree.last_failure() + 1
-            self._late_before = not self._late_before
-            raise group.lost("begin", verdict)
-        except BaseException:
-            self.end(group)
-            raise
+            verdict = self._number(name)
+            group = ProcessGroup(self, self._last, timeout, name)
+            self.tree.calls.begin(group.step, name)
+            if verdict is not None:
+                raise group.lost("begin", verdict)
+            self._entered.add(group)
+            return group
+
+    def _number(self, name: str) -> Verdict | None:
+        """Number the next call. Returns why it has failed, if this rank comes too late for it."""
+        calls = self.tree.calls
+        self._last += 1
+        while calls.other_failed(self._last, name):
+            self._last += 1
+        verdict = calls.verdict(self._last)
+        if verdict is not None and self._late == name:
+            # Twice running: it has left a call of this name out, and would be behind for ever.
+            self._last = calls.last_failure() + 1
+            verdict = None
+        self._late = name if verdict is not None else None
+        return verdict
+
+    def again(self, group: ProcessGroup) -> bool:
+        """Number a call anew if it is the last, and another one has failed under its number."""
+        with self._lock:
+            if group.call != self._last or not self.tree.calls.other_failed(
+                self._last, group.name
+            ):
+                return False
+            verdict = self._number(group.name)
+            if verdict is not None:
+                raise group.lost("begin", verdict)
+            group.call = self._last
+            return True
 
     def end(self, group: ProcessGroup) -> None:
         with self._lock:
-            if self._in_call is group:
-                self._in_call = None
+            self._entered.discard(group)
 
 
 class ProcessGroup(RankGroup):
     """The ranks of a torch process group in one save or load, including its later steps."""
 
-    def __init__(self, ranks: Ranks, call: int, timeout: timedelta) -> None:
+    def __init__(self, ranks: Ranks, call: int, timeout: timedelta, name: str) -> None:
         self.rank, self.size = ranks.tree.rank, ranks.tree.size
-        self.call = call
-        self.entered = False
+        self.call, self.name = call, name
+        self.thread = threading.get_ident()
         self._ranks = ranks
         self._tree = ranks.tree
         self._timeout = timeout.total_seconds()
-        self._now = Step(call, 0, self._timeout, "", "", "")
+        self.step = Step(call, 0, self._timeout, "", "", "")
+        self._parts: list[Part[Any]] = []  # of this step, done
         self._addresses: dict[int, Address] = {}
 
     @property
     def identity(self) -> Ranks:
         return self._ranks
 
+    @property
+    def lost_at(self) -> float:
+        return self._tree.calls.failed_at.get(self.call, math.inf)
+
     def __enter__(self) -> ProcessGroup:
-        self.entered = True
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
@@ -289,18 +314,39 @@ class ProcessGroup(RankGroup):
             )
         return RankLost(text, verdict.missing)
 
+    def _do(self, stage: str, part: Part[T]) -> T:
+        """A part of this step. The first step of a call may begin again under another number."""
+        parts: list[Part[Any]] = [part]
+        value: Any = None
+        while True:
+            try:
+                for each in parts:
+                    value = self.run(each(self.step), stage)
+            except RankLost:
+                # What the coordinator has decided is not decided again.
+                if self.step.number > 1 or (self.rank == 0 and self._parts):
+                    raise
+                if not self._ranks.again(self):
+                    raise
+                self.step = self.step.under(self.call)
+                self._tree.calls.begin(self.step, self.name)
+                parts = [*self._parts, part]
+            else:
+                self._parts.append(part)
+                return cast("T", value)
+
     def give_up(self) -> None:
         self.run(self._tree.fail(self.call, Verdict({self.rank: GAVE_UP})))
 
     def confirm(self) -> None:
-        self.run(self._tree.confirm(self._now), "commit")
+        self.run(self._tree.confirm(self.step), "commit")
 
     def _begin(self, stage: str) -> None:
         running = events.current().operation
-        number = self._now.number + 1
+        number = self.step.number + 1
         step = Step(self.call, number, self._timeout, stage, running.name, running.path)
-        self._tree.steps[self.call] = step
-        self._now = step
+        self._tree.calls.steps[self.call] = step
+        self.step, self._parts = step, []
 
     def _lowest(self, numbers: Sequence[int]) -> list[int]:
         def merge(votes: Sequence[Packed]) -> bytes:
@@ -308,8 +354,8 @@ class ProcessGroup(RankGroup):
             return bytes(np.min(columns, axis=0).tobytes())
 
         own = np.array(numbers, np.int64).tobytes()
-        merged = self.run(self._tree.gather(self._now, own, merge), "vote")
-        least = self.run(self._tree.broadcast(self._now, merged), "vote")
+        merged = self._do("vote", lambda step: self._tree.gather(step, own, merge))
+        least = self._do("vote", lambda step: self._tree.broadcast(step, merged))
         return [int(number) for number in np.frombuffer(least, np.int64)]
 
     def _gather(self, stage: str, packed: Packed) -> list[Packed] | None:
@@ -319,14 +365,14 @@ class ProcessGroup(RankGroup):
                 parts += split(below)
             return join(parts)
 
-        merged = self.run(self._tree.gather(self._now, packed, merge), stage)
+        merged = self._do(stage, lambda step: self._tree.gather(step, packed, merge))
         return None if merged is None else [*split(merged)]
 
     def _scatter(self, stage: str, packed: Sequence[Packed] | None) -> Packed:
-        return self.run(self._tree.scatter(self._now, packed), stage)
+        return self._do(stage, lambda step: self._tree.scatter(step, packed))
 
     def _broadcast(self, stage: str, packed: Packed | None) -> Packed:
-        return self.run(self._tree.broadcast(self._now, packed), stage)
+        return self._do(stage, lambda step: self._tree.broadcast(step, packed))
 
     def _introduce(self, stage: str, targets: Iterable[int]) -> None:
         """Rank 0 tells each rank the addresses of those to which it sends."""
@@ -344,7 +390,7 @@ class ProcessGroup(RankGroup):
         self, stage: str, to: int, outgoing: Stream, source: int, incoming: Stream
     ) -> None:
         address = self._addresses.get(to)
-        work = self._tree.transfer(self._now, to, address, outgoing, source, incoming)
+        work = self._tree.transfer(self.step, to, address, outgoing, source, incoming)
         self._result(self._tree.start(work), stage, None)
 
     def _leave(self, reason: BaseException) -> None:

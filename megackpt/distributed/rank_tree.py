@@ -11,7 +11,15 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -27,6 +35,7 @@ from megackpt.distributed.messages import (
     CONFIRMED,
     DATA,
     GATHERED,
+    LINK,
     REPORT,
     SENT,
     STATE,
@@ -48,6 +57,10 @@ from megackpt.distributed.rendezvous import (
 from megackpt.distributed.streams import Stream
 
 T = TypeVar("T")
+
+_RETURN_SECONDS = 5.0
+"""In the first step of a call a rank has these to connect again, if its last connection was closed.
+A rank that believed this one to be silent closes it, too."""
 
 
 class Tree(Links):
@@ -164,6 +177,73 @@ class Tree(Links):
         finally:
             task.cancel()
 
+    async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
+        """Wait until these neighbours are connected. Children connect by themselves."""
+        seconds = max(step.timeout, step.elapsed + 2)
+        if self.parent in ranks:
+            seconds = 2 * step.timeout
+            self._reach_parent(step)
+        self._listen_for_children()
+        waits = {self._arrival((r, LINK, 0, 0)): {r} for r in ranks}
+        await self._watch(step, waits, seconds)
+
+    async def _watch(
+        self, step: Step, pending: Mapping[Any, set[int]], seconds: float
+    ) -> None:
+        """Wait until all futures are done. Each comes with the neighbours that are asked meanwhile.
+
+        Raises CallFailed; also where this takes longer than ``seconds`` since the step began.
+        """
+        failure = self._failure(step.call)
+        try:
+            while True:
+                step.awaited = set()
+                waiting = []
+                for future, ranks in pending.items():
+                    if not future.done():
+                        step.awaited |= ranks
+                        waiting.append(future)
+                if not step.awaited and self.parent is not None:
+                    return  # also if rank 0 has given the call up afterwards
+                if failure.done():
+                    break
+                if not step.awaited:
+                    if step.call in self._reports:
+                        await self._failed(step)  # the verdict follows the report
+                    return
+                if ended := self._ended_in(step):
+                    self._report(step.call, Verdict(ended))
+                elif step.elapsed > seconds:
+                    self._report(step.call, self._missing(step))
+                left = seconds - step.elapsed
+                pause = step.pause
+                if left > 0:
+                    pause = min(pause, left)
+                await asyncio.wait(
+                    [*waiting, failure],
+                    timeout=pause,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                self._ask(step)
+                self._warn(step)
+            raise CallFailed(failure.result())
+        finally:
+            step.awaited = set()
+
+    def _ended_in(self, step: Step) -> dict[int, str]:
+        """Those for which a step waits in vain. In the first one they may connect again."""
+        since = time.monotonic() - _RETURN_SECONDS
+        ended = {}
+        for rank in step.awaited & self._ended.keys():
+            word, at = self._ended[rank]
+            if step.number > 1 or max(at, step.began) < since:
+                ended[rank] = word
+        return ended
+
+    async def _failed(self, step: Step) -> None:
+        await asyncio.wait([self._failure(step.call)])
+        raise CallFailed(self._failure(step.call).result())
+
     async def _from_parent(self, step: Step) -> Payload:
         parent = [cast("int", self.parent)]
         # A parent may end, or destroy the process group, as soon as it has sent the message.
@@ -176,6 +256,8 @@ class Tree(Links):
         self, step: Step, payloads: Mapping[int, Payload], kind: int
     ) -> None:
         async def send(rank: int, payload: Payload) -> None:
+            if step.number == 1:
+                step.sent[rank] = kind, payload
             link = self._links.get(rank)
             if link is not None:  # else its loss is reported
                 with suppress(OSError):
@@ -227,8 +309,8 @@ class Tree(Links):
 
     async def _on_confirm(self, link: Link, call: int, number: int) -> None:
         """Answer whether this rank and those below wait in the step."""
-        step = self.steps.get(call)
-        verdict = self.verdict(call)
+        step = self.calls.steps.get(call)
+        verdict = self.calls.verdict(call)
         if verdict is not None:  # the coordinator was cut off, or asleep
             await link.send(REPORT, call, 0, "", verdict.packed())
         if verdict is not None or step is None or step.number != number:

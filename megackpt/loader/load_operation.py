@@ -141,7 +141,7 @@ def load(
             key_map=key_map,
             dtype_policy=None if dtype_policy == "convert" else dtype_policy,
         )
-    group = group_over(process_group, timeout)
+    group = group_over(process_group, timeout, f"load {checkpoint_dir}")
     request = attempt(
         lambda: LoadRequest(
             absolute(checkpoint_dir),

@@ -22,6 +22,7 @@ from megackpt.distributed import (
     Group,
     GroupLike,
     attempt,
+    coordinates,
     group_over,
 )
 from megackpt.errors import CheckpointingException, NotACheckpoint, RankLost
@@ -223,8 +224,7 @@ class CheckpointManager(SaveDecisions):
                 self._queue.maybe_finalize_async_calls(blocking=True)
             self._last_save += 1
             self._last_save_began = time.monotonic()
-            with self._group() as group:
-                is_coordinator = group.is_coordinator
+            is_coordinator = coordinates(self._process_group)
             committed = partial(
                 self._on_commit, self._last_save, step, is_coordinator, metric
             )

@@ -61,7 +61,7 @@ def save(
     **options: Any,
 ) -> AsyncRequest | None:
     """A save by the strategy. ``options`` are those of ``SaveRequest.of``."""
-    group = group_over(process_group, timeout)
+    group = group_over(process_group, timeout, f"save {directory}")
     operation = RunningSave(group, str(directory), timeout)
     backend = OwnFormat(strategy.backend, strategy.version or 1)
     with operation.running():

@@ -146,7 +146,7 @@ def save(
             timeout=timeout,
         )
         return later
-    group = group_over(process_group, timeout)
+    group = group_over(process_group, timeout, f"save {checkpoint_dir}")
     operation = RunningSave(group, str(checkpoint_dir), timeout)
 
     @events.stage("declare")

@@ -77,10 +77,8 @@ def test_what_is_runnable() -> None:
 def test_ranks_that_finalize_different_saves_are_told(tmp_path: Path) -> None:
     def run(group: ThreadedGroup) -> None:
         queue = queue_of(group)
-        if group.rank == 1:
-            queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
-            queue._calls.clear()
-        queue.schedule_async_request(begun(group, tmp_path / "a"))
+        requests = [begun(group, tmp_path / name) for name in "ab"]
+        queue.schedule_async_request(requests[group.rank])
         with pytest.raises(CheckpointingException, match=r"Unmatched async calls\. "):
             queue.maybe_finalize_async_calls(blocking=True)
 

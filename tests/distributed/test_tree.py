@@ -146,7 +146,7 @@ def test_a_parent_may_end_as_soon_as_it_has_sent_its_last_message():
 
     def step(tree, number):
         made = messages.Step(1, number, 20.0, "write", "save", "c")
-        tree.steps[1] = made
+        tree.calls.steps[1] = made
         return made
 
     sent = parent.start(parent.broadcast(step(parent, 1), b"first"))
@@ -166,7 +166,7 @@ def test_a_parent_may_end_as_soon_as_it_has_sent_its_last_message():
 
 def gather(tree, number, own=b"x", path="c", call=1):
     made = messages.Step(call, number, 20.0, "write", "save", path)
-    tree.steps[call] = made
+    tree.calls.steps[call] = made
     return tree.start(tree.gather(made, own, b"".join))
 
 
@@ -194,7 +194,7 @@ def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
 
     async def begin():
         await lose(parent, 1, TimeoutError("it connects afresh"))
-        step = parent.steps[1] = messages.Step(1, 2, 20.0, "write", "save", "c")
+        step = parent.calls.steps[1] = messages.Step(1, 2, 20.0, "write", "save", "c")
         return await parent.gather(step, b"own ", b"".join)
 
     gathered = parent.start(begin())
@@ -212,7 +212,7 @@ def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked, se
     near.setblocking(False)
 
     async def replace():
-        while not parent.steps[1].awaited:
+        while not parent.calls.steps[1].awaited:
             await asyncio.sleep(0.01)
         if seen:
             await lose(parent, 1, ConnectionResetError("reset"))
@@ -298,7 +298,7 @@ def test_a_message_that_arrived_before_the_failure_counts(linked):
     step = messages.Step(1, 2, 20.0, "vote", "save", "c")
     parent.start(parent.broadcast(step, b"result")).result(10)
     parent.start(parent.fail(1, messages.Verdict({0: "gave it up"}))).result(10)
-    while child.verdict(1) is None:
+    while child.calls.verdict(1) is None:
         time.sleep(0.01)
     assert child.start(child.broadcast(step, None)).result(10) == b"result"
     later = messages.Step(1, 3, 20.0, "write", "save", "c")

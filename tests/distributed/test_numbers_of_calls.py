@@ -1,0 +1,143 @@
+"""Ranks number their calls alike after messages were lost, and a stall is not taken for another call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megackpt
+from megackpt import AsyncCallsQueue, ShardedTensor
+from megackpt.distributed import messages
+from megackpt.distributed.rank_tree import Tree
+
+WAIT = 3.0  # the timeout of a save
+
+
+def state() -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    w = torch.full((100,), 1.0)
+    return {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, size))}
+
+
+def lose_the_last_message_of(call: int, monkeypatch: Any) -> list[float]:
+    """On this rank: of a call, and all others for some time. Returns when the cut ends."""
+    handle = Tree._handle
+    numbers: dict[int, list[int]] = {}
+    cut = [0.0]
+
+    def lossy(self: Any, link: Any, message: Any) -> None:
+        if message.kind == messages.SENT:
+            numbers.setdefault(message.call, []).append(message.number)
+            is_last = message.number == max(numbers.get(call - 1, [0]))
+            if message.call == call and is_last and not cut[0]:
+                cut[0] = time.monotonic() + 2 * WAIT + 4
+        if time.monotonic() >= cut[0]:
+            handle(self, link, message)
+
+    monkeypatch.setattr(Tree, "_handle", lossy)
+    return cut
+
+
+def tried(directory: str, queue: AsyncCallsQueue | None = None) -> str:
+    try:
+        request = megackpt.save(
+            state(),
+            directory,
+            timeout=timedelta(seconds=WAIT),
+            async_sharded_save=queue is not None,
+        )
+        if queue is not None and request is not None:
+            queue.schedule_async_request(request)
+            queue.maybe_finalize_async_calls(blocking=True)
+        return "saved"
+    except megackpt.CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def one_is_behind(folder: str) -> None:
+    """Rank 0 has begun a save more than rank 1, which has lost messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            lose_the_last_message_of(3, patch)
+        began = time.monotonic()
+        for n in (1, 2, 3):
+            tried(f"{folder}/c{n}")
+        if dist.get_rank() == 0:
+            tried(f"{folder}/c4")
+        time.sleep(max(0.0, began + 2 * WAIT + 8 - time.monotonic()))
+        for n in range(5, 9):
+            dist.barrier()
+            assert tried(f"{folder}/c{n}") == "saved"
+
+
+def one_has_not_scheduled(folder: str) -> None:
+    """Rank 0 has scheduled an asynchronous save which has failed on rank 1."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            lose_the_last_message_of(3, patch)
+        queue = AsyncCallsQueue(timeout=timedelta(seconds=WAIT))
+        began = time.monotonic()
+        for n in (1, 2, 3):
+            tried(f"{folder}/c{n}", queue)
+        time.sleep(max(0.0, began + 2 * WAIT + 8 - time.monotonic()))
+        for n in range(4, 8):
+            dist.barrier()
+            assert tried(f"{folder}/c{n}", queue) == "saved"
+
+
+def an_exception_in_save(folder: str) -> None:
+    """A signal handler raises on one rank, before the save has begun there and in it."""
+    queue = AsyncCallsQueue()
+    assert tried(f"{folder}/c0", queue) == "saved"
+
+    class Interrupting(dict):  # type: ignore[type-arg]
+        def items(self) -> Any:
+            raise KeyboardInterrupt
+
+    if dist.get_rank() == 1:
+        with pytest.raises(KeyboardInterrupt):
+            megackpt.save(
+                Interrupting(state()), f"{folder}/c1", async_sharded_save=True
+            )
+    else:
+        assert "rank 1 left: KeyboardInterrupt" in tried(f"{folder}/c1", queue)
+    dist.barrier()
+    assert tried(f"{folder}/c2", queue) == "saved"
+    if dist.get_rank() == 0:  # rank 1 is interrupted before its call counts
+        assert "rank 1 did not answer" in tried(f"{folder}/c3", queue)
+    dist.barrier()
+    assert tried(f"{folder}/c4", queue) == "saved"
+
+
+def stalls(folder: str) -> None:
+    """Rank 1 is stopped for 3 s at ten moments. No save fails."""
+    stop = "for i in 1 2 3 4 5 6; do sleep 0.7; kill -STOP $1; sleep 2.6; kill -CONT $1; done"
+    stopper = None
+    if dist.get_rank() == 1:
+        stopper = subprocess.Popen(["sh", "-c", stop, "sh", str(os.getpid())])
+    over = torch.zeros(1)
+    n = 0
+    while not over.item():
+        n += 1
+        megackpt.save(state(), f"{folder}/c{n % 3}", timeout=timedelta(seconds=60))
+        if n % 10 == 0:
+            over[0] = float(stopper is not None and stopper.poll() is not None)
+            dist.all_reduce(over)
+    if stopper is not None:
+        stopper.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "job", [one_is_behind, one_has_not_scheduled, an_exception_in_save, stalls]
+)
+def test_the_next_save_works(ranks: Any, tmp_path: Any, job: Any) -> None:
+    ranks(job, 2, tmp_path, timeout=120)
