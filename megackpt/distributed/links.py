@@ -255,7 +255,7 @@ class Links:
     def _forget(self, call: int, except_kind: int | None = None) -> None:
         for key in tuple(self._arrivals):
             if key[2] == call and key[1] != except_kind:
-                del self._arrivals[key]
+                _close_unused(self._arrivals.pop(key))
 
     # Connections.
 
@@ -346,14 +346,14 @@ class Links:
 
     async def _read(self, link: Link) -> None:
         try:
-            while True:
-                self._handle(link, await link.receive())
+            with link.socket:
+                while True:
+                    self._handle(link, await link.receive())
         except Exception as error:  # noqa: BLE001 - damaged bytes, or no memory for them
             if not isinstance(error, (OSError, EOFError)):
                 logger.warning(
                     "a message of rank %d cannot be read: %r", link.rank, error
                 )
-            link.socket.close()
             if self._links.get(link.rank) is link:
                 self._lose(link, error)
 
@@ -457,3 +457,11 @@ class Links:
         self._listener.close()
         for each in self.sockets():
             each.close()
+        for arrival in self._arrivals.values():
+            _close_unused(arrival)
+
+
+def _close_unused(arrival: asyncio.Future[Any]) -> None:
+    """Close a connection that no step has taken."""
+    if arrival.done() and isinstance(arrival.result(), socket.socket):
+        arrival.result().close()
