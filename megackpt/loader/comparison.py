@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -54,11 +54,27 @@ KeyMap = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True, eq=False)
+class StateOfStored:
+    """A state that each rank declares when what is stored is known.
+
+    ``declare`` is called with the manifest and, by key, the values of the common state and of
+    objects whose keys begin with one of ``prefixes``. It returns the state, and stored keys that
+    are not asked for, of which the load does not warn. Its errors are raised on all ranks, before
+    a tensor is read.
+    """
+
+    prefixes: tuple[str, ...]
+    declare: Callable[
+        [Manifest, Mapping[str, Any]], tuple[ShardedStateDict, Collection[str]]
+    ]
+
+
+@dataclass(frozen=True, eq=False)
 class LoadRequest:
     """The arguments of ``load``. Raises ValueError for an argument of a wrong value or type."""
 
     directory: str
-    state: ShardedStateDict
+    state: ShardedStateDict | StateOfStored
     strategy: StrategyLike = None
     strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
     validate: bool = True
@@ -68,6 +84,7 @@ class LoadRequest:
     trusted: Sequence[type] = ()
     advise: bool = True
     """Name similar stored keys in the text about unexpected ones."""
+    settled: Collection[str] = ()
 
     def __post_init__(self) -> None:
         if self.dtype_policy not in ("convert", "error"):
@@ -85,23 +102,32 @@ class LoadRequest:
         """None if the directory decides."""
         return asked_format(self.strategy)
 
+    def declared(self, manifest: Manifest, values: Mapping[str, Any]) -> LoadRequest:
+        """The request for one checkpoint. ``values``: as for ``StateOfStored``."""
+        if not isinstance(self.state, StateOfStored):
+            return self
+        state, settled = self.state.declare(manifest, values)
+        return replace(self, state=state, settled=settled)
+
     def rename(self, declared: Declarations) -> Declarations:
         """The declarations under the keys of the checkpoint, which ``key_map`` gives."""
-        key_map = self.key_map
-        if key_map is None:
-            return declared
-        renamed: list[TensorEntry] = []
-        for entry in declared.tensors:
-            if callable(key_map):
-                name: object = key_map(entry.key)
-            else:
-                name = key_map.get(entry.key, entry.key)
-            if not isinstance(name, str):
-                raise MismatchError(
-                    f"key_map gives {name!r} for {entry.key!r}: a str is expected"
-                )
-            renamed.append(TensorEntry(name, entry.meta))
+        renamed = [
+            TensorEntry(stored_key(self.key_map, key), meta)
+            for key, meta in declared.tensors
+        ]
         return replace(declared, tensors=tuple(renamed))
+
+
+def stored_key(key_map: KeyMap | None, key: str) -> str:
+    """The key that ``key_map`` gives for a key that is asked for."""
+    name: object = key
+    if callable(key_map):
+        name = key_map(key)
+    elif key_map is not None:
+        name = key_map.get(key, key)
+    if not isinstance(name, str):
+        raise MismatchError(f"key_map gives {name!r} for {key!r}: a str is expected")
+    return name
 
 
 def trusted_classes(given: Any) -> tuple[Any, ...]:
@@ -132,7 +158,7 @@ class Comparison:
     @classmethod
     def of(cls, request: LoadRequest, manifest: Manifest, rank: int) -> Comparison:
         """Raises MismatchError for keys, shapes and dtypes that differ and may not."""
-        extracted = extract(request.state, from_megatron)
+        extracted = extract(cast("ShardedStateDict", request.state), from_megatron)
         declared = request.rename(declare(extracted.shards, rank=rank))
         _refuse_shared_memory(extracted.shards)
         _warn_of_undeclared(extracted, manifest)
@@ -206,7 +232,7 @@ def check_coverage(
     if request.strict is not StrictHandling.ASSUME_OK_UNEXPECTED:
         return
     texts = []
-    asked = {entry.key for entry in declared.tensors}
+    asked = {entry.key for entry in declared.tensors}.union(request.settled)
     for name, count, nbytes in strict.unasked(asked, manifest):
         keys = "keys"
         if count == 1:

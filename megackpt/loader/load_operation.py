@@ -31,6 +31,7 @@ from megackpt.distributed import (
     group_over,
 )
 from megackpt.errors import (
+    CheckpointingException,
     CheckpointReplaced,
     NotACheckpoint,
     ShardingError,
@@ -40,17 +41,30 @@ from megackpt.loader.comparison import (
     Comparison,
     KeyMap,
     LoadRequest,
+    StateOfStored,
     check_coverage,
     find_missing,
     trusted_classes,
 )
 from megackpt.loader.exchange import exchange
-from megackpt.loader.row_reader import read, target_of, values_of
+from megackpt.loader.row_reader import (
+    common_row,
+    read,
+    read_rows,
+    target_of,
+    values_of,
+)
 from megackpt.planning import strict as strictness
-from megackpt.planning.box import Int64
+from megackpt.planning.box import Box, Int64
 from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
+from megackpt.planning.manifest import (
+    Declaration,
+    Declarations,
+    LoadPlan,
+    Manifest,
+    ShardId,
+)
 from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
 from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
@@ -68,12 +82,14 @@ T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.loader")
 
+UNDEFINED = 6
+"""Undefined tensors that the note of an error names."""
 ATTEMPTS = 3
 """How often a load starts again if a save replaces the checkpoint while it is read."""
 
 
 def load(
-    sharded_state_dict: ShardedStateDict,
+    sharded_state_dict: ShardedStateDict | StateOfStored,
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyLike = None,
     common_strategy: Any = None,  # noqa: ARG001 - Megatron's signature
@@ -129,6 +145,11 @@ def load(
     """
     own = _own_load(sharded_strategy, checkpoint_dir)
     if own is not None:
+        if isinstance(sharded_state_dict, StateOfStored):
+            raise ShardingError(
+                "a strategy of your own loads no objects, as it does not say what is stored: "
+                "declare their state"
+            )
         return own(
             sharded_state_dict,
             checkpoint_dir,
@@ -229,20 +250,30 @@ class _LoadOperation:
         missing, exchanging = group.reduce_broadcast(
             "compare", lambda: self.compare(directory), self.judge
         )
-        if not exchanging:
-            total = group.reduce_broadcast("read", self.read_all, _total)
-        else:
-            plan = group.reduce_scatter("share", self.rows_to_share, self.plan_exchange)
-            lengths = group.reduce_broadcast(
-                "read", lambda: self.read_share(plan), list
+        try:
+            total = self.fill(exchanging)
+        except CheckpointingException as error:
+            keys = [repr(entry.key) for entry in self.compared.declared.tensors]
+            error.add_note(
+                "these tensors are undefined now, as they may have been read in part: "
+                + join_truncated(keys, UNDEFINED, ", ")
             )
-            with events.stage("exchange"):
-                exchange(group, plan, self.compared.wanted, self.memory, lengths)
-            total = group.reduce_broadcast("restore", self.restore, _total)
+            raise
         events.current().operation.bytes = total
         if StrictHandling.requires_returning_mismatch_keys(self.request.strict):
             return self.state, missing, self.compared.unexpected
         return self.state
+
+    def fill(self, exchanging: bool) -> int:
+        """Read the tensors, and make the state. Returns the bytes of all ranks."""
+        group = self.group
+        if not exchanging:
+            return group.reduce_broadcast("read", self.read_all, _total)
+        plan = group.reduce_scatter("share", self.rows_to_share, self.plan_exchange)
+        lengths = group.reduce_broadcast("read", lambda: self.read_share(plan), list)
+        with events.stage("exchange"):
+            exchange(group, plan, self.compared.wanted, self.memory, lengths)
+        return group.reduce_broadcast("restore", self.restore, _total)
 
     @events.stage("open")
     def open(self) -> tuple[str, Manifest]:
@@ -291,6 +322,11 @@ class _LoadOperation:
             )
         # Opened first: all that is read through this handle belongs to one checkpoint.
         self.backend, self.root = self.on_storage(self.reopen)
+        if isinstance(request.state, StateOfStored):
+            prefixes = request.state.prefixes
+            values = self.on_storage(lambda: self.pickles(prefixes))
+            request = request.declared(manifest, values)
+            self.attempt = Attempt(request)
         self.compared = Comparison.of(request, manifest, self.group.rank)
         names: Collection[str] = ()
         if StrictHandling.requires_global_app_metadata(request.strict):
@@ -301,6 +337,26 @@ class _LoadOperation:
         strategy = loading(request.strategy, *manifest.backend)
         domain = domain_of(strategy.load_group, "load_group")
         return _RankRequest(declared, names, strategy.exchange, domain)
+
+    def pickles(self, prefixes: tuple[str, ...]) -> dict[str, Any]:
+        """The common state, and the objects whose keys begin with a prefix, by key."""
+        rows = [common_row(self.manifest)]
+        for key, meta in self.manifest.tensors:
+            if meta.is_object and key.startswith(prefixes):
+                shard = ShardId(key, Box.whole(meta.shape))
+                rows.append(Declarations.of([Declaration(shard, meta, 0, False, 0, 0)]))
+        wanted = Declarations.merge(rows)
+        values = read_rows(
+            self.root,
+            self.backend,
+            self.manifest,
+            wanted,
+            [None] * len(wanted),
+            verify=self.request.verify,
+            trusted=self.request.trusted,
+        )
+        keys = [row.shard.key for row in wanted.rows()]
+        return dict(zip(keys, values, strict=True))
 
     def reopen(self) -> tuple[Backend, Storage]:
         request, manifest = self.request, self.manifest

@@ -201,57 +201,57 @@ class CheckpointManager(SaveDecisions):
             raise ValueError("nothing to save: give objects by name, or a state dict")
         if asynchronous is None:
             asynchronous = self._worker is not None
-        with StatefulObjects(objects, self._process_group) as stateful:
-            state = stateful.declare(sharded_state_dict)
-            local = Attempt[None](None)
-            if self._local is not None:
-                write = partial(
-                    self._local.save,
-                    step,
-                    state,
-                    asynchronous,
-                    content_metadata=content_metadata,
-                    allow_large_common_state=allow_large_common_state,
-                )
-                # An error on the hosts is raised after the save in the storage.
-                local = attempt(write)
-                # Who saves the step again, without asking, wants it in the storage.
-                is_only_local, self._only_local = self._only_local == step, None
-                if is_only_local or isinstance(local.error, RankLost):
-                    local.get()
-                    return None
-            if step in self._in_flight:
-                self._queue.maybe_finalize_async_calls(blocking=True)
-            self._last_save += 1
-            self._last_save_began = time.monotonic()
-            is_coordinator = coordinates(self._process_group)
-            committed = partial(
-                self._on_commit, self._last_save, step, is_coordinator, metric
+        stateful = StatefulObjects(objects, self._process_group)
+        state = stateful.declare(sharded_state_dict)
+        local = Attempt[None](None)
+        if self._local is not None:
+            write = partial(
+                self._local.save,
+                step,
+                state,
+                asynchronous,
+                content_metadata=content_metadata,
+                allow_large_common_state=allow_large_common_state,
             )
-            path = self.path(step)
-            compared = preprocess_common_before_consistancy_check
-            try:
-                if self._local is not None:
-                    self._local.before_storage(step)
-                request = save(
-                    state,
-                    path,
-                    self._strategy,
-                    async_sharded_save=asynchronous,
-                    process_group=self._process_group,
-                    timeout=self._timeout,
-                    validate_access_integrity=validate_access_integrity,
-                    preprocess_common_before_consistancy_check=compared,
-                    content_metadata=content_metadata,
-                    overwrite=overwrite,
-                    allow_large_common_state=allow_large_common_state,
-                    wait_staged=wait_staged,
-                )
-            except CheckpointingException as error:
-                if not self._queue.failures.tolerates(error, path, is_coordinator):
-                    raise
+            # An error on the hosts is raised after the save in the storage.
+            local = attempt(write)
+            # Who saves the step again, without asking, wants it in the storage.
+            is_only_local, self._only_local = self._only_local == step, None
+            if is_only_local or isinstance(local.error, RankLost):
                 local.get()
                 return None
+        if step in self._in_flight:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+        self._last_save += 1
+        self._last_save_began = time.monotonic()
+        is_coordinator = coordinates(self._process_group)
+        committed = partial(
+            self._on_commit, self._last_save, step, is_coordinator, metric
+        )
+        path = self.path(step)
+        compared = preprocess_common_before_consistancy_check
+        try:
+            if self._local is not None:
+                self._local.before_storage(step)
+            request = save(
+                state,
+                path,
+                self._strategy,
+                async_sharded_save=asynchronous,
+                process_group=self._process_group,
+                timeout=self._timeout,
+                validate_access_integrity=validate_access_integrity,
+                preprocess_common_before_consistancy_check=compared,
+                content_metadata=content_metadata,
+                overwrite=overwrite,
+                allow_large_common_state=allow_large_common_state,
+                wait_staged=wait_staged,
+            )
+        except CheckpointingException as error:
+            if not self._queue.failures.tolerates(error, path, is_coordinator):
+                raise
+            local.get()
+            return None
         if request is None:
             self._queue.failures.succeeded()
             committed()
@@ -354,14 +354,16 @@ class CheckpointManager(SaveDecisions):
             "key_map": key_map,
             "trusted": trusted,
         }
-        with StatefulObjects(objects, self._process_group) as stateful:
-            declared = stateful.declare(sharded_state_dict)
-            found = self._restorer.restore(declared, step, options, finite)
-            if found is not None:
-                self._position = self._last_save, found.step
-                # With a strictness of RETURN_* the state is the first of three.
-                whole = found.state
-                stateful.load(whole[0] if isinstance(whole, tuple) else whole)
+        stateful = StatefulObjects(objects, self._process_group)
+        declared = stateful.declare_to_load(sharded_state_dict, key_map)
+        found = self._restorer.restore(declared, step, options, finite)
+        if found is not None:
+            self._position = self._last_save, found.step
+            # With a strictness of RETURN_* the state is the first of three.
+            whole = found.state
+            state = whole[0] if isinstance(whole, tuple) else whole
+            with self._group() as group:
+                stateful.load(state, group)
         return found
 
     def close(self, abort: bool = False) -> None:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import copy
+import logging
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _get_fqns,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from megackpt import tree
 from megackpt.adapters.dtensor import sharded
-from megackpt.distributed import GroupLike
-from megackpt.errors import MismatchError
+from megackpt.distributed import Group, GroupLike, attempt
+from megackpt.errors import MismatchError, ShardingError
+from megackpt.loader.comparison import KeyMap, StateOfStored
+from megackpt.manager.group_matching import in_order
+from megackpt.manager.optimizer_state import (
+    NamedOptimizer,
+    is_loaded_in_place,
+    local_tensor,
+    stored_values,
+)
+from megackpt.planning.manifest import COMMON_KEY, Manifest
 from megackpt.state import ShardedStateDict
+
+T = TypeVar("T")
+
+logger = logging.getLogger("megackpt.manager")
 
 _MANAGER_OPTIONS = {
     "checkpoint_dir",
@@ -37,6 +54,8 @@ _DICT_OPTIONS = {
     "sharded_state_dict": "save and restore",
 }
 """Options whose value may be a dict, as an object may be; and whose options they are."""
+_TENSORS = "tensors of the optimizer"
+"""Beside the common state of an optimizer, of which the parameters may have other names."""
 _CLOSE = 0.85
 """How alike two names are where one is taken for the other, misspelled (of 1)."""
 # The load itself has checked the keys. A module may have none, such as a loss.
@@ -57,9 +76,6 @@ Savable: TypeAlias = HasState | dict[Any, Any]
 
 class StatefulObjects:
     """Objects whose state is saved and restored, by name.
-
-    At the end of the ``with`` block, the optimizers' states that ``declare`` created are removed,
-    unless ``load`` has filled them.
 
     Args:
         objects: modules, optimizers of these modules, other objects with ``state_dict`` and
@@ -92,12 +108,19 @@ class StatefulObjects:
         self._among = None
         if isinstance(process_group, dist.ProcessGroup):
             self._among = dist.get_process_group_ranks(process_group)
-        self._new_optimizers: list[Optimizer] = []
+        self._former: dict[str, _Former] = {}
+        self._optimizers = {
+            name: NamedOptimizer(name, value, *self._names_of(name, value))
+            for name, value in objects.items()
+            if isinstance(value, Optimizer)
+        }
 
-    def declare(self, others: ShardedStateDict | None) -> ShardedStateDict:
+    def declare(
+        self, others: ShardedStateDict | None, load: bool = False
+    ) -> ShardedStateDict:
         """The sharded state dict of all objects and of ``others``, which is declared already.
 
-        torch creates the state of an optimizer that has not made a step.
+        To ``load``, that of all but the optimizers.
         """
         if not self._objects:
             return others or {}
@@ -105,8 +128,8 @@ class StatefulObjects:
         for name, value in self._objects.items():
             if isinstance(value, Module):
                 states[name] = get_model_state_dict(value, options=_NOT_STRICT)
-            elif isinstance(value, Optimizer):
-                states[name] = self._optimizer_state(name, value)
+            elif name in self._optimizers:
+                states[name] = {} if load else self._optimizers[name].saved()
             elif isinstance(value, dict):
                 states[name] = value
             else:
@@ -118,73 +141,137 @@ class StatefulObjects:
             raise ValueError(f"{sorted(twice)} are in the state dict already")
         return others | declared
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Give the objects their loaded states. A dict is not changed.
-
-        Raises MismatchError, before any is changed, if the checkpoint has nothing for an object.
-        """
+    def declare_to_load(
+        self, others: ShardedStateDict | None, key_map: KeyMap | None
+    ) -> ShardedStateDict:
+        """The state to load. Each checkpoint that is tried is compared with the optimizers."""
+        if not self._objects:
+            return others or {}
         for name, value in self._objects.items():
-            if name not in state and not isinstance(value, dict):
+            if not isinstance(value, (Module, dict)) and not is_loaded_in_place(value):
+                self._former[name] = _Former(value)
+        declared = self.declare(others, load=True)
+        prefixes = tuple(f"{name}." for name in self._optimizers)
+        late = StateOfStored(prefixes, partial(self._compare, declared, key_map))
+        return cast("ShardedStateDict", late)  # load takes both
+
+    def _compare(
+        self,
+        declared: ShardedStateDict,
+        key_map: KeyMap | None,
+        manifest: Manifest,
+        values: Mapping[str, Any],
+    ) -> tuple[ShardedStateDict, list[str]]:
+        """Declare what to load of a checkpoint. Raises MismatchError before any object changes."""
+        common = values.get(COMMON_KEY, {})
+        names = {*common, *(entry.key.split(".")[0] for entry in manifest.tensors)}
+        for name, value in self._objects.items():
+            is_asked = name in self._optimizers or any(tree.walk(declared[name]))
+            may_lack = key_map is not None or isinstance(value, dict)
+            if is_asked and name not in names and not may_lack:
                 raise MismatchError(
                     f"the checkpoint holds no state of {name!r}; its state has "
-                    f"{', '.join(map(repr, state))}. Restore without {name}="
+                    f"{', '.join(map(repr, sorted(names)))}. Restore without {name}="
                 )
+        state = dict(declared)
+        settled = []
+        for name, optimizer in self._optimizers.items():
+            prefix, module = f"{name}.", f"{optimizer.module}."
+            tensors = _below(prefix, manifest.tensors)
+            objects = _below(prefix, values.items())
+            wanted = optimizer.compare(
+                stored_values(common.get(name), objects),
+                {key: meta for key, meta in tensors.items() if not meta.is_object},
+                key_map,
+            )
+            state[name] = {_TENSORS: sharded(dict(wanted), prefix, among=self._among)}
+            settled += [prefix + key for key in (*optimizer.settled, *objects)]
+            settled += [module + param for param in optimizer.removed]
+        return state, settled
+
+    def load(self, state: dict[str, Any], group: Group) -> None:
+        """Give the objects their loaded states; collective. A dict is not changed.
+
+        An object whose ``load_state_dict`` fails gets its former state again. One WARNING names
+        for each optimizer the parameters and groups that differ from the stored ones.
+        """
+        if not self._objects:
+            return
+        loaded = attempt(partial(self._load, state))
+        if group.size == 1:
+            loaded.get()  # an object's own error, not a RankFailure
+        group.reduce_broadcast("objects", loaded.get, len)
+        for name, optimizer in self._optimizers.items():
+            changes = "; ".join(optimizer.match.changes)
+            if changes and group.is_coordinator:
+                logger.warning("%s was saved otherwise: %s", name, changes)
+
+    def _load(self, state: dict[str, Any]) -> None:
         for name, value in self._objects.items():
-            if isinstance(value, dict):
-                continue
-            if isinstance(value, Module):
-                set_model_state_dict(value, state[name], options=_NOT_STRICT)
-            elif isinstance(value, Optimizer):
-                module = self._module_of(name, value)
-                set_optimizer_state_dict(module, value, state[name])
-            else:
-                value.load_state_dict(state[name])
-        self._new_optimizers.clear()
+            try:
+                if isinstance(value, Module):
+                    set_model_state_dict(value, state[name], options=_NOT_STRICT)
+                elif name in self._optimizers:
+                    state[name] = self._optimizers[name].load(state[name][_TENSORS])
+                elif not isinstance(value, dict):
+                    value.load_state_dict(self._reordered(value, state[name]))
+            except Exception as error:
+                if name in self._former:
+                    self._former[name].give_back()
+                    error.add_note(f"{name} has its former state, other objects do not")
+                raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for optimizer in self._new_optimizers:
-            optimizer.state.clear()
-
-    def _optimizer_state(self, name: str, optimizer: Optimizer) -> Any:
-        is_new = not optimizer.state
-        module = self._module_of(name, optimizer)
-        if not is_new:
-            return get_optimizer_state_dict(module, optimizer)
-        self._new_optimizers.append(optimizer)
-        with _without_gradients(optimizer):
-            state: Any = get_optimizer_state_dict(module, optimizer)
-            # torch makes a step with zero gradients and counts it.
-            for values in state["state"].values():
-                if "step" in values:
-                    values["step"] = values["step"] * 0
+    def _reordered(self, value: HasState, state: Any) -> Any:
+        """The state of a scheduler, with its values of each group in the order of the groups."""
+        if not isinstance(value, LRScheduler):
+            return state
+        for optimizer in self._optimizers.values():
+            if optimizer.optimizer is value.optimizer:
+                return in_order(state, value.state_dict(), optimizer.match.sources)
         return state
 
-    def _module_of(self, name: str, optimizer: Optimizer) -> Module:
-        """The module that has the optimizer's parameters."""
+    def _names_of(self, name: str, optimizer: Optimizer) -> tuple[str, dict[int, str]]:
+        """The module that has the optimizer's parameters, and their names by id, as torch's."""
         wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for module in self._objects.values():
-            if isinstance(module, Module) and wanted <= set(
-                map(id, module.parameters())
-            ):
-                return module
+        for key, module in self._objects.items():
+            if not isinstance(module, Module):
+                continue
+            names = {id(p): n for n, p in module.named_parameters()}
+            if wanted <= names.keys():
+                kinds = {type(part).__name__ for part in module.modules()}
+                if "FullyShardedDataParallel" in kinds:
+                    raise ShardingError(
+                        f"{key}: the flat parameters of FSDP1 have no names. Use fully_shard "
+                        "(FSDP2), or torch's get_optimizer_state_dict and megackpt.sharded"
+                    )
+                return key, {p: min(_get_fqns(module, n)) for p, n in names.items()}
         raise ValueError(
             f"{name}: none of the modules given has all parameters of this optimizer. Give the "
             "module, too (model=...); for several modules, one torch.nn.ModuleDict of them"
         )
 
 
-@contextmanager
-def _without_gradients(optimizer: Optimizer) -> Iterator[None]:
-    """torch creates no state while there are gradients, and removes those that it makes."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
+class _Former:
+    """The state of an object before a load, which fills its tensors in place."""
+
+    def __init__(self, value: HasState) -> None:
+        self._object = value
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._state = tree.dict_list_map_outplace(self._keep, value.state_dict())
+
+    def _keep(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        held = local_tensor(leaf.detach())
+        self._tensors.append((held, held.to("cpu", copy=True)))
+        return leaf
+
+    def give_back(self) -> None:
+        for held, former in self._tensors:
+            held.copy_(former)
+        self._object.load_state_dict(self._state)
+
+
+def _below(prefix: str, items: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """The items whose keys begin with a prefix, without the prefix."""
+    return {k.removeprefix(prefix): v for k, v in items if k.startswith(prefix)}

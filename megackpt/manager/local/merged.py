@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megackpt import serialization
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.checkpoint import INDEX, encode_index, open_checkpoint
@@ -22,7 +23,7 @@ from megackpt.loader.comparison import Comparison, LoadRequest
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
 from megackpt.planning.box import Boxes
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import Chunks, Manifest, TensorParts
+from megackpt.planning.manifest import COMMON_KEY, Chunks, Manifest, TensorParts
 from megackpt.planning.manifest.declarations import merged_tables
 from megackpt.planning.strict import StrictHandling, requested
 from megackpt.state import ShardedStateDict
@@ -100,6 +101,7 @@ class MergedSave(NamedTuple):
         rank: int,
         strict: StrictHandling,
         key_map: KeyMap | None,
+        trusted: Sequence[type] = (),
     ) -> tuple[set[int], set[str]]:
         """The ranks whose pieces a rank has to read, and the keys that it asks for.
 
@@ -108,6 +110,11 @@ class MergedSave(NamedTuple):
         if StrictHandling.requires_logging(strict):
             strict = StrictHandling.IGNORE_ALL
         request = LoadRequest("", state, strict=strict, key_map=key_map)
+        values = {}
+        if COMMON_FILE in self.small:
+            blob = self.small[COMMON_FILE]
+            values[COMMON_KEY] = serialization.load(blob, trusted=trusted)
+        request = request.declared(self.manifest, values)
         compared = Comparison.of(request, self.manifest, rank)
         chunks = plan_load(compared.wanted, self.manifest).chunk
         files = {

@@ -274,7 +274,8 @@ class LocalRestore:
         save = merged.save
 
         def needed() -> tuple[set[int], set[str]]:
-            return merged.needed(state, group.rank, strict, options["key_map"])
+            own = options["key_map"], options["trusted"]
+            return merged.needed(state, group.rank, strict, *own)
 
         def plan(
             answers: Sequence[tuple[set[int], set[str]]],

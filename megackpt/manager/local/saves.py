@@ -6,7 +6,8 @@ import copy
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from megackpt.distributed import (
     group_over,
 )
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
+from megackpt.loader.comparison import StateOfStored
 from megackpt.loader.row_reader import destination
 from megackpt.manager.local.lineage import Line
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
@@ -298,11 +300,19 @@ class LocalSaves:
                 group.broadcast("note the run", line.write)
 
 
-def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
+def as_one_rank(state: Any) -> Any:
     """The state of this rank as that of a job of one rank: each shard is the main replica.
 
     That includes Megatron's own shards, and those that factories build.
     """
+    if isinstance(state, StateOfStored):
+        declare = state.declare
+
+        def declared(*stored: Any) -> tuple[ShardedStateDict, Collection[str]]:
+            given, settled = declare(*stored)
+            return as_one_rank(given), settled
+
+        return replace(state, declare=declared)
     seen = Counter[Hashable]()
 
     def own(leaf: Any) -> Any:
@@ -326,8 +336,7 @@ def as_one_rank(state: ShardedStateDict) -> ShardedStateDict:
             seen[tuple(place)] += 1
         return leaf
 
-    result: ShardedStateDict = tree.dict_list_map_outplace(own, state)
-    return result
+    return tree.dict_list_map_outplace(own, state)
 
 
 def _is_empty(shard: ShardedTensor) -> bool:

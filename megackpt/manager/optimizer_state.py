@@ -1,0 +1,340 @@
+"""The state of an optimizer under the names of its parameters: as it is saved, and given back.
+
+The form is torch's (``get_optimizer_state_dict``), and has the name of the optimizer's class.
+Nothing is stored for a parameter that has no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from megackpt import tree
+from megackpt.errors import MismatchError, ShardingError, join_truncated
+from megackpt.loader.comparison import KeyMap, stored_key
+from megackpt.manager.group_matching import Match, match_groups
+from megackpt.planning.manifest import TensorMeta
+from megackpt.state import dtype_named
+from megackpt.state.storable import is_distributed
+
+_CLASS = "class"
+"""Key of the name of the optimizer's class, which torch's form lacks."""
+_APART = ("state", "param_groups", _CLASS)
+_NAMED = 6
+"""Parameters, or places of a state, that a message names."""
+
+
+class NamedOptimizer:
+    """An optimizer whose parameters have names.
+
+    After ``compare``, ``match`` has the stored values of the groups, and all that differs between
+    the stored parameters and groups and the present ones, ``removed`` the names of parameters that
+    are gone, and ``settled`` the keys of tensors of present and gone parameters.
+
+    Args:
+        name: of the optimizer among the objects, the first part of all keys.
+        module: the name of the module that has all parameters.
+        names: of the parameters of this module, by id.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, module: str, names: Mapping[int, str]
+    ) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.module = module
+        self.match = Match([], [], [])
+        self.removed: list[str] = []
+        self.settled: list[str] = []
+        self._class = type(optimizer).__name__
+        self._state: dict[str, Any] = {}
+        self._rest: dict[str, Any] = {}
+        self._groups: list[list[str]] = []
+        self._params: dict[str, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            named = {names[id(param)]: param for param in group["params"]}
+            self._groups.append(list(named))
+            self._params.update(named)
+
+    def saved(self) -> dict[str, Any]:
+        """What the optimizer holds. Raises ShardingError for what could not be given back."""
+        state = self.optimizer.state_dict()
+        names: dict[Any, str] = {}
+        groups = []
+        for group, own in zip(state["param_groups"], self._groups, strict=True):
+            names.update(zip(group["params"], own, strict=True))
+            hyper = {key: _as_number(value) for key, value in group.items()}
+            groups.append({**hyper, "params": own})
+        problems = []
+        for path, leaf in tree.walk({**state, "param_groups": groups}):
+            name = names.get(path[1], "") if path[0] == "state" else ""
+            if problem := _problem(path, leaf, self._params.get(name)):
+                problems.append(f"{tree.show(path)} {name}: {problem}")
+        if problems:
+            raise ShardingError(
+                f"{self.name}: a restore could not give back the state of {self._class}: "
+                f"{join_truncated(problems, _NAMED)}"
+            )
+        by_name = {names[number]: values for number, values in state["state"].items()}
+        return {**state, "state": by_name, "param_groups": groups, _CLASS: self._class}
+
+    def compare(
+        self,
+        values: Mapping[str, Any],
+        tensors: Mapping[str, TensorMeta],
+        key_map: KeyMap | None,
+    ) -> dict[str, torch.Tensor]:
+        """Compare the optimizer with what is stored below its name. Changes nothing.
+
+        Args:
+            values: all that is stored but tensors, in torch's form.
+            tensors: by key. Keys lack the name of the optimizer.
+            key_map: that of the load. A parameter has the name of its key in the module.
+
+        Returns:
+            The tensors to fill, by key.
+
+        Raises:
+            MismatchError: another class of optimizer, other parameters, groups of different
+                values that are one now, or state whose layout is not known.
+        """
+        groups = values.get("param_groups")
+        if not isinstance(groups, list):
+            raise MismatchError(
+                f"{self.name}: the checkpoint has no list of parameter groups below this name"
+            )
+        self._refuse_another_class(values.get(_CLASS), groups)
+        prefix = f"{self.module}."
+        stored = {
+            name: stored_key(key_map, prefix + name).removeprefix(prefix)
+            for name in self._params
+        }
+        known = {name for group in groups for name in group["params"]}
+        added = [name for name, before in stored.items() if before not in known]
+        self.removed = sorted(known.difference(stored.values()), key=str)
+        if known and len(added) == len(stored):
+            raise MismatchError(
+                f"{self.name}: the parameters {_listed(added)} were not in the optimizer that was "
+                f"saved, which had {_listed(self.removed)}. A key_map renames parameters"
+            )
+        own = [
+            {**group, "params": [stored[name] for name in names]}
+            for group, names in zip(
+                self.optimizer.param_groups, self._groups, strict=True
+            )
+        ]
+        self.match = match_groups(self.name, own, groups)
+        for how, names in ("added", added), ("removed", self.removed):
+            if names:
+                text = f"parameters were {how}: {_listed(names)}"
+                self.match.changes.append(text)
+        state = values.get("state", {})
+        self.settled = []
+        self._state = {
+            n: state[before] for n, before in stored.items() if before in state
+        }
+        self._rest = {key: value for key, value in values.items() if key not in _APART}
+        found: dict[str, dict[str, TensorMeta]] = {}
+        for key, meta in tensors.items():
+            name, place = split_key(key, known)
+            found.setdefault(name, {})[place] = meta
+            if name:
+                self.settled.append(key)
+        return self._targets({name: found.get(s, {}) for name, s in stored.items()})
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Give the optimizer its state, with these ``tensors`` of ``compare``, and return it."""
+        optimizer = self.optimizer
+        state = self._state
+        for key, tensor in tensors.items():
+            name, place = split_key(key, self._params)
+            put(state.setdefault(name, {}), place, tensor)
+        before = [dict(group) for group in optimizer.param_groups]
+        groups = [{**g, **v} for g, v in zip(before, self.match.values, strict=True)]
+        if not is_loaded_in_place(optimizer):
+            numbers = {name: number for number, name in enumerate(self._params)}
+            for group, names in zip(groups, self._groups, strict=True):
+                group["params"] = [numbers[name] for name in names]
+            numbered = {numbers[name]: values for name, values in state.items()}
+            given = {**self._rest, "state": numbered, "param_groups": groups}
+            optimizer.load_state_dict(given)
+        else:
+            # In place, as an optimizer that wraps this one may share both. torch's own method
+            # would convert the state to the dtypes of the parameters.
+            optimizer.state.clear()
+            for name, values in state.items():
+                optimizer.state[self._params[name]] = values
+        for group, held, values in zip(
+            optimizer.param_groups, before, self.match.values, strict=True
+        ):
+            for key, value in values.items():
+                group[key] = _in_place(held.get(key), value)
+        for group, names in zip(groups, self._groups, strict=True):
+            group["params"] = names
+        return {**self._rest, "state": state, "param_groups": groups}
+
+    def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
+        if stored is None and groups:
+            # torch's form has no class. Of one class, only few names come and go.
+            kept = groups[0].keys()
+            unknown = kept - self.optimizer.param_groups[0].keys()
+            if len(unknown) > 1 < len(self.optimizer.defaults.keys() - kept):
+                stored = f"a class with {', '.join(sorted(unknown))}"
+        if stored not in (None, self._class):
+            raise MismatchError(
+                f"{self.name}: the state of another optimizer is stored, {stored}, and this one "
+                f"is {self._class}. Build that one, or restore without {self.name}="
+            )
+
+    def _targets(
+        self, found: Mapping[str, dict[str, TensorMeta]]
+    ) -> dict[str, torch.Tensor]:
+        """For each stored tensor the optimizer's own one, or a new one of the same layout."""
+        full: dict[str, str] = {}
+        for name, places in found.items():
+            for place, meta in places.items():
+                if meta.shape == tuple(self._params[name].shape):
+                    full[place] = meta.dtype
+        wanted: dict[str, torch.Tensor] = {}
+        for group, names, values in zip(
+            self.optimizer.param_groups, self._groups, self.match.values, strict=True
+        ):
+            flags = {**group, **values}
+            is_captured = bool(flags.get("capturable") or flags.get("fused"))
+            for name in names:
+                param, places = self._params[name], found[name]
+                has_state = places or name in self._state
+                is_empty = is_distributed(param) and not local_tensor(param).numel()
+                if is_empty and has_state and full.keys().isdisjoint(places):
+                    # A local checkpoint has nothing of a tensor without an element on this rank.
+                    shape = tuple(param.shape)
+                    places = places | {p: TensorMeta(shape, d) for p, d in full.items()}
+                for place, meta in places.items():
+                    held: Any = self.optimizer.state.get(param)
+                    for part in place.split("."):
+                        held = held.get(part) if isinstance(held, dict) else None
+                    if getattr(held, "shape", None) != meta.shape:
+                        held = self._new(name, place, meta, is_captured)
+                    wanted[f"state.{name}.{place}"] = held
+        return wanted
+
+    def _new(
+        self, name: str, place: str, meta: TensorMeta, is_captured: bool
+    ) -> torch.Tensor:
+        param = self._params[name]
+        dtype = dtype_named(meta.dtype)
+        is_number = not meta.shape and (param.dim() or place == "step")
+        if meta.shape == tuple(param.shape) and not is_number:
+            return torch.empty_like(param, dtype=dtype, requires_grad=False)
+        if is_distributed(param) and not is_number:
+            raise MismatchError(
+                f"{self.name}: {place} of {name!r} has the shape {meta.shape}, and its layout for "
+                f"the sharded parameter of {tuple(param.shape)} is not known. Make a step of the "
+                "optimizer, which creates this tensor, and restore after it"
+            )
+        device = param.device
+        if place == "step" and not is_captured:
+            device = torch.device("cpu")
+        return torch.empty(meta.shape, dtype=dtype, device=device)
+
+
+def is_loaded_in_place(value: Any) -> bool:
+    """Whether it is an optimizer that keeps no more than torch's state and groups."""
+    return getattr(type(value), "load_state_dict", None) is Optimizer.load_state_dict
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a DTensor on this rank; any other tensor itself."""
+    local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return local
+
+
+def put(branch: dict[str, Any], place: str, value: Any) -> None:
+    """Put a value into nested dicts, at a place such as "exp_avg" or "factors.0"."""
+    *above, last = place.split(".")
+    for key in above:
+        branch = branch.setdefault(key, {})
+    branch[last] = value
+
+
+def split_key(key: str, names: Collection[str]) -> tuple[str, str]:
+    """The parameter's name in "state.NAME.PLACE", and the place; or "" and the key."""
+    key = key.removeprefix("state.")
+    name = key
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name, key[len(name) + 1 :]
+
+
+def stored_values(common: Any, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """All that is stored of an optimizer but tensors, in torch's form.
+
+    torch DCP stores values as objects. ``objects``: by key, without the name of the optimizer.
+    """
+    values: dict[str, Any] = {"state": {}}
+    if isinstance(common, dict):
+        values |= common
+    groups: dict[str, Any] = {}
+    for key, value in objects.items():
+        kind, _, place = key.partition(".")
+        if kind == "param_groups":
+            put(groups, place, value)
+    if groups and all("params" in group for group in groups.values()):
+        values["param_groups"] = [groups[number] for number in sorted(groups, key=int)]
+        known = {name for group in groups.values() for name in group["params"]}
+        for key, value in objects.items():
+            name, place = split_key(key, known)
+            if name:
+                put(values["state"].setdefault(name, {}), place, value)
+    return values
+
+
+def _problem(path: tree.Path, leaf: Any, param: torch.Tensor | None) -> str:
+    """Why a value could not be given back, or ""."""
+    is_tensor = isinstance(leaf, torch.Tensor)
+    kind, *place = path
+    if kind == "state" and param is None:
+        return "this is no parameter"
+    if kind == "state":
+        named = [type(key) is str and "." not in key for key in place[1:]]
+        if is_tensor and not (named and all(named)):
+            return "a tensor in a list, or without a name"
+        if is_tensor and leaf.dim() and _is_cut(param) and not is_distributed(leaf):
+            return (
+                "a plain tensor of a sharded parameter, which may differ between ranks"
+            )
+    elif kind != "param_groups" and (is_tensor or int in map(type, place)):
+        return "a tensor, or a value by number, beside the state of the parameters"
+    elif is_tensor and leaf.dim():
+        return "a tensor of several elements in a group"
+    return ""
+
+
+def _as_number(value: Any) -> Any:
+    """A tensor of one element without dimensions: in the common state, not under a key."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(())
+    return value
+
+
+def _is_cut(param: Any) -> bool:
+    """Whether ranks have different parts of a parameter."""
+    if not hasattr(param, "placements"):
+        return False
+    cuts = zip(param.placements, param.device_mesh.shape, strict=True)
+    return any(size > 1 and not cut.is_replicate() for cut, size in cuts)
+
+
+def _in_place(held: Any, value: Any) -> Any:
+    """A hyperparameter. A tensor stays the same one, as a compiled step may have captured it."""
+    if not isinstance(held, torch.Tensor):
+        return value
+    with torch.no_grad():
+        return held.copy_(torch.as_tensor(value, device=held.device))
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return join_truncated(list(map(repr, names)), _NAMED, ", ")
