@@ -62,6 +62,10 @@ class NamedOptimizer:
     def saved(self) -> dict[str, Any]:
         """What the optimizer holds. Raises ShardingError for what could not be given back."""
         state = self.optimizer.state_dict()
+        if not {"state", "param_groups"} <= state.keys():
+            raise ShardingError(
+                f"{self.name}: the state_dict() of {self._class} lacks state and param_groups"
+            )
         names: dict[Any, str] = {}
         groups = []
         for group, own in zip(state["param_groups"], self._groups, strict=True):

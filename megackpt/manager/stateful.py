@@ -212,7 +212,8 @@ class StatefulObjects:
                 if isinstance(value, Module):
                     set_model_state_dict(value, state[name], options=_NOT_STRICT)
                 elif name in self._optimizers:
-                    state[name] = self._optimizers[name].load(state[name][_TENSORS])
+                    tensors = state.get(name, {}).get(_TENSORS, {})
+                    state[name] = self._optimizers[name].load(tensors)
                 elif not isinstance(value, dict):
                     value.load_state_dict(self._reordered(value, state[name]))
             except Exception as error:

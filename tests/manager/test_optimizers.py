@@ -124,6 +124,21 @@ def test_state_of_no_parameter_is_refused_by_name(tmp_path: Path) -> None:
         manager.save(1, model=net, optimizer=optimizer)
 
 
+def test_a_state_dict_of_another_form_is_refused_by_name(tmp_path: Path) -> None:
+    class Odd(torch.optim.AdamW):
+        def state_dict(self) -> dict[str, Any]:
+            return {"all": super().state_dict()}
+
+    net = Net(NAMES)
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(
+            ShardingError, match=r"optimizer: .* of Odd lacks state and param_groups"
+        ),
+    ):
+        manager.save(1, model=net, optimizer=Odd(net.parameters()))
+
+
 def test_a_learning_rate_that_is_a_tensor_stays_the_same_tensor(tmp_path: Path) -> None:
     net = Net(NAMES)
     for lr in (torch.tensor(0.5), torch.tensor([0.5])):
