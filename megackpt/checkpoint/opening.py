@@ -21,6 +21,7 @@ from megackpt.checkpoint.marker import (
     markers,
     read_marker,
     siblings,
+    started,
 )
 from megackpt.checkpoint.records import Committed, read_record, save_folders
 from megackpt.checkpoint.tables import (
@@ -173,9 +174,12 @@ def open_same(
     return storage
 
 
-def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage:
+def find_storage(
+    directory: Directory, asked: Strategy | None = None, hint: bool = True
+) -> Storage:
     """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
+    With a ``hint``, the error names checkpoints nearby that may be meant.
     It may be the old checkpoint that an interrupted replacement renamed away. In an object store:
     the save that the record names, else a checkpoint that was uploaded without a record.
     """
@@ -213,7 +217,8 @@ def find_storage(directory: Directory, asked: Strategy | None = None) -> Storage
         if storage is not None and storage.size(INDEX) is not None:
             return storage  # opening it reports the file that is missing
         if storage is not None or not os.path.isdir(target):
-            raise NotACheckpoint(f"{reason}{_unfinished(target)}{_elsewhere(target)}")
+            near = _elsewhere(target) if hint else ""
+            raise NotACheckpoint(f"{reason}{_unfinished(target)}{near}")
     raise CheckpointReplaced(
         f"{os.fspath(directory)} is being replaced again and again"
     )
@@ -315,6 +320,8 @@ def _progress(marker: Marker) -> str:
         return f"{marker} is running, or died before it was complete"
     if runs:
         return f"{marker} is running"
+    if marker.pid == os.getpid() and marker.started == started(marker.pid):
+        return f"{marker}, which is this process, was given up"
     return f"{marker} died before it was complete"
 
 

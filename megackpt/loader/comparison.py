@@ -239,13 +239,15 @@ def check_coverage(
             keys = "key"
         texts.append(f"{name!r} ({count} {keys}, {events.format_size(nbytes)})")
     if texts:
-        # An optimizer that has made no step has no moments to ask for, for example.
+        about = ""
+        if any("optim" in text for text in texts):
+            about = "An optimizer without state asks for none: give it its state before the load. "
         logger.warning(
-            "%s: stored, but asked for by no rank, so not loaded: %s. (An optimizer without state "
-            "asks for none: give it its state before the load. To load a part on purpose: "
-            "strict='raise_unexpected'.)",
+            "%s: stored, but asked for by no rank, so not loaded: %s. (%sTo load a part on "
+            "purpose: strict='raise_unexpected'.)",
             request.directory,
             join_truncated(texts, GROUPS, ", "),
+            about,
         )
 
 

@@ -139,10 +139,8 @@ class CheckpointManager(SaveDecisions):
         self._finalized_steps: list[int] = []
         # Steps that are being saved, including failed saves; the same on all ranks.
         self._in_flight: set[int] = set()
-        # Saves are numbered in the order of the calls, as the run may be set back to older steps.
-        self._last_save = 0
-        # The save, and the step, at which the run is: the last committed or restored one.
-        self._position = (0, -1)
+        # The step to restore is not removed while the saves before it are committed.
+        self._removes = True
 
     @property
     def failed_saves(self) -> int:
@@ -222,12 +220,9 @@ class CheckpointManager(SaveDecisions):
                 return None
         if step in self._in_flight:
             self._queue.maybe_finalize_async_calls(blocking=True)
-        self._last_save += 1
         self._last_save_began = time.monotonic()
         is_coordinator = coordinates(self._process_group)
-        committed = partial(
-            self._on_commit, self._last_save, step, is_coordinator, metric
-        )
+        committed = partial(self._on_commit, step, is_coordinator, metric)
         path = self.path(step)
         compared = preprocess_common_before_consistancy_check
         try:
@@ -276,12 +271,17 @@ class CheckpointManager(SaveDecisions):
         return self._finalize(blocking=True)
 
     def steps(self) -> tuple[Step, ...]:
-        """All steps, complete or not, in order. Not collective."""
+        """All steps, complete or not, in order. Not collective.
+
+        A step that this manager is saving is not among them until it is complete.
+        """
         name = f"listing the steps in {self.root}"
         try:
-            return within(self._timeout, name, lambda _: list_run(self.root).steps)
+            found = within(self._timeout, name, lambda _: list_run(self.root).steps)
         except NotACheckpoint:
             return ()
+        saving = self._in_flight
+        return tuple(s for s in found if s.complete or s.step not in saving)
 
     def latest(
         self, *, verify: bool = False, own: bool = False, finite: bool = False
@@ -324,6 +324,9 @@ class CheckpointManager(SaveDecisions):
         ``restore(model=model, optimizer=optimizer, extra={})`` restores the objects that ``save``
         was given by the same names. ``state`` has their states, and those of dicts.
 
+        The manager's asynchronous saves are finalized first. The error of one that failed is
+        raised; another call continues after it.
+
         If the newest step turns out to be damaged while it is read, the one before is loaded,
         with a warning. It must hold all requested keys, whatever ``strict`` says, as the tensors
         may have values of the damaged step already; with a strictness of RETURN_* no other step
@@ -354,11 +357,15 @@ class CheckpointManager(SaveDecisions):
             "key_map": key_map,
             "trusted": trusted,
         }
+        self._removes = False
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=True)
+        finally:
+            self._removes = True
         stateful = StatefulObjects(objects, self._process_group)
         declared = stateful.declare_to_load(sharded_state_dict, key_map)
         found = self._restorer.restore(declared, step, options, finite)
         if found is not None:
-            self._position = self._last_save, found.step
             # With a strictness of RETURN_* the state is the first of three.
             whole = found.state
             state = whole[0] if isinstance(whole, tuple) else whole
@@ -417,20 +424,14 @@ class CheckpointManager(SaveDecisions):
         self._finalized_steps.clear()
         return steps
 
-    def _on_commit(
-        self, number: int, step: int, is_coordinator: bool, metric: float | None
-    ) -> None:
+    def _on_commit(self, step: int, is_coordinator: bool, metric: float | None) -> None:
         """Called on all ranks when a step is complete."""
         self._in_flight.discard(step)
-        # An older save may end after a restore; the run does not go back to it.
-        is_newest = number > self._position[0]
-        if is_newest:
-            self._position = number, step
         if not is_coordinator:
             return
 
         def track(advance: Advance) -> None:
-            if self._naming.style == "megatron" and is_newest:
+            if self._naming.style == "megatron":
                 root = root_at(self.root)
                 advance(0)  # raises if the storage was given up
                 root.put(TRACKERS[0], str(step).encode())
@@ -443,6 +444,7 @@ class CheckpointManager(SaveDecisions):
             logger.warning(text, step, error)
             # The step that the old tracker names must stay.
             return
-        self._retention.start(self._position[1], self._timeout)
+        if self._removes:
+            self._retention.start(step, self._timeout)
         if self._worker is None:
             self._retention.wait(self._timeout, quiet=True)

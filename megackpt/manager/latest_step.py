@@ -202,6 +202,7 @@ def is_new_run(root: str, skipped: tuple[Step, ...]) -> bool:
         if step.step is None and step.complete:
             text = "the run in %s starts again: the name of the %s checkpoint %s has no step"
             logger.warning(text, root, step.format, step.name)
+    logger.info("no checkpoint in %s: the run begins", root)
     return True
 
 

@@ -306,7 +306,7 @@ def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
     """The step with its format and completeness, and where its files are."""
     storage = None
     try:
-        storage = find_storage(path)
+        storage = find_storage(path, hint=False)
         backend = find_format(storage)
         config = strategies.read_config(storage)
     except FileNotFoundError:

@@ -207,7 +207,6 @@ def _async_request(
 
     pending = Pending(task, operation.group, finish, operation.give_up, operation.hold)
     on_drop = finalize(pending, _dropped, task, operation.total, os.getpid())
-    on_drop.atexit = False
     return AsyncRequest(pending, (), [pending.conclude])
 
 
@@ -492,6 +491,8 @@ def _dropped(task: Task[WriteResult], total: events.Stage, process: int) -> None
     # A forked child also drops its copy of the request, which is still the parent's.
     if not total.ended and os.getpid() == process:
         reason = CheckpointingException(
-            f"{task.name}: its request was dropped before it was finalized"
+            f"{total.operation.path} is not saved: its request was dropped before it was "
+            "finalized. Give it to AsyncCallsQueue.schedule_async_request, and close the queue"
         )
+        logger.error("%s", reason)
         events.finish(total, task.cancel(reason))

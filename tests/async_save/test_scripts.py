@@ -138,3 +138,24 @@ time.sleep(1000)
     assert not gone(forked)
     (tmp_path / "go").touch()
     until(lambda: gone(forked))
+
+
+def test_a_request_that_is_never_scheduled_is_an_error_at_the_end(
+    tmp_path: Path,
+) -> None:
+    text = """
+import torch, megackpt
+
+state = megackpt.sharded({"w": torch.ones(2)})
+kept = megackpt.save(state, "kept", async_sharded_save=True)
+ended = megackpt.save(state, "ended", async_sharded_save=True)
+ended.execute_sync()
+print("end")
+"""
+    process = script(tmp_path, text)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (out, process.returncode) == ("end\n", 0)
+    (line,) = err.splitlines()
+    assert line.startswith("kept is not saved: its request was dropped")
+    assert "AsyncCallsQueue.schedule_async_request" in line
+    assert megackpt.verify(tmp_path / "ended").ok

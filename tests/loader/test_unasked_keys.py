@@ -191,7 +191,19 @@ def test_the_groups_hold_every_key_once(
     left = set(stored) - asked
     assert len(found) == bool(left)
     if left:
-        listed, _, _ = found[0].partition(". (An optimizer")
+        listed, _, _ = found[0].partition(". (To load")
         counts = [int(part.split(" key")[0]) for part in listed.split(" (")[1:]]
         assert sum(counts) == len(left) or "more" in listed
         assert len(counts) <= 6
+
+
+def test_optimizers_are_named_only_where_their_keys_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    megackpt.save(tensors("a", "b", "optimizer.state.exp_avg.a"), tmp_path / "c")
+    megackpt.load(tensors("a"), tmp_path / "c")
+    megackpt.load(tensors("a", "optimizer.state.exp_avg.a"), tmp_path / "c")
+    both, without = warnings(caplog)
+    assert "An optimizer without state asks for none" in both
+    assert "'b'" in without
+    assert "ptimizer" not in without.replace(str(tmp_path), "")

@@ -100,7 +100,7 @@ def test_what_was_given_up_changes_nothing_later(tmp_path: Path, late: str) -> N
     retention = manager._retention
     if late == "tracker":
         manager._restorer.on_storage = commit  # type: ignore[method-assign, assignment]
-        manager._on_commit(2, 2, True, None)
+        manager._on_commit(2, True, None)
     elif late == "metric":
         with pytest.raises(StorageError):
             retention.note_metric(1, 0.5, give_up)

@@ -156,7 +156,7 @@ def test_set_back_while_a_save_is_under_way(tmp_path: Path) -> None:
         saved(manager, 30)
         assert restored(manager, step=20) == (20, 20, [])
         assert manager.finalize() == [30]
-        assert (tmp_path / TRACKER).read_text() == "20"
+        assert (tmp_path / TRACKER).read_text() == "30"
         saved(manager, 25)
         assert manager.finalize() == [25]
     assert names(tmp_path) == ["iter_0000025", "iter_0000030", TRACKER]
