@@ -34,7 +34,7 @@ from megackpt.state import (
     ShardedStateDict,
     ShardedTensor,
 )
-from megackpt.state.storable import is_distributed, shard_attributes
+from megackpt.state.storable import is_distributed, is_stateful, shard_attributes
 from megackpt.torch_versions import cutting_order, strides_are_cut_at_once
 
 Shape = tuple[int, ...]
@@ -150,7 +150,11 @@ def sharded(
                     branch[name] = ShardedTensor.from_rank_offsets(
                         key, leaf, replica_id=replica
                     )
-            elif replicated == "all" and not isinstance(leaf, DECLARED):
+            elif (
+                replicated == "all"
+                and not isinstance(leaf, DECLARED)
+                and not is_stateful(leaf)
+            ):
                 branch[name] = ShardedObject(key, leaf, (), (), replica)
     return result
 

@@ -15,6 +15,7 @@ from megackpt.state.storable import (
     distributed_name,
     is_declared,
     is_distributed,
+    is_stateful,
 )
 from megackpt.state.values import (
     LocalNonpersistentObject,
@@ -195,6 +196,12 @@ def _misplaced(path: Path, leaf: Any) -> str:
             return (
                 f"{tree.show(path)}: a {distributed_name(value)} is not common state, because a "
                 f"checkpoint keeps only one rank's; {SHARDED}"
+            )
+        if is_stateful(value):
+            return (
+                f"{tree.show(path)} is a {type(value).__name__}, an object and not its state: "
+                "give it to a CheckpointManager by name (save(step, model=net)), or put its "
+                "state_dict() here (of a DataLoader: the number of batches read)"
             )
         if is_declared(value):
             name = getattr(value, "key", "")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from megackpt import serialization, tree
 from megackpt.errors import CorruptCheckpoint, ShardingError
@@ -176,6 +177,11 @@ def is_declared(x: Any, *kinds: type) -> bool:
     return not names.isdisjoint(_DECLARED) and (
         not kinds or any(kind.__name__ in names for kind in kinds)
     )
+
+
+def is_stateful(x: Any) -> bool:
+    """Is this an object with a state, such as a module, and not the state?"""
+    return hasattr(type(x), "load_state_dict") or isinstance(x, DataLoader)
 
 
 def _foreign_tensor(data: torch.Tensor) -> str:

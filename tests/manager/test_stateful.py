@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from megackpt.errors import MismatchError, StorageError
+import megackpt
+from megackpt.errors import MismatchError, ShardingError, StorageError
 from megackpt.manager import CheckpointManager
 from tests.conftest import Ranks
 from tests.manager.runs import state
@@ -129,6 +131,41 @@ def test_what_is_refused(tmp_path: Path) -> None:
     manager.save(1, model=run.model)
     with pytest.raises(MismatchError, match=r"holds no state of 'scheduler'.* 'model'"):
         manager.restore(model=run.model, scheduler=run.scheduler)
+
+
+def unsaved() -> dict[str, Any]:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return {
+        "Linear": net,
+        "SGD": optimizer,
+        "StepLR": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "DataLoader": DataLoader([1, 2]),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("kind", unsaved())
+def test_an_object_in_a_dict_is_refused_with_the_cure(
+    tmp_path: Path, kind: str
+) -> None:
+    value = unsaved()[kind]
+    manager = CheckpointManager(tmp_path / "run")
+    text = rf"\['it'\] is a {kind}.*save\(step, model=net\).*state_dict\(\)"
+    with pytest.raises(ShardingError, match=text):
+        manager.save(1, extra={"it": value})
+    with pytest.raises(ShardingError, match=text):
+        megackpt.save({"it": value}, tmp_path / "c")
+    with pytest.raises(ShardingError, match=text):
+        megackpt.save({"it": (1, value)}, tmp_path / "c")
+    for replicated in ("nothing", "tensors", "all"):
+        declared = megackpt.sharded({"it": value}, replicated=replicated)  # type: ignore[arg-type]
+        with pytest.raises(ShardingError, match=text):
+            megackpt.save(declared, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    assert not manager.steps()
+    manager.save(1, extra={"a": 1})
+    with pytest.raises(ShardingError, match=text):
+        manager.restore(extra={"it": value})
 
 
 def test_names_of_dicts_that_are_like_no_option(tmp_path: Path) -> None:
