@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from megackpt.saver import save as save
     from megackpt.state import (
         LocalNonpersistentObject as LocalNonpersistentObject,
+        PerRank as PerRank,
         ShardedObject as ShardedObject,
         ShardedTensor as ShardedTensor,
         ShardedTensorFactory as ShardedTensorFactory,
@@ -114,6 +115,7 @@ _MODULES = {
     "saver": ("save",),
     "state": (
         "LocalNonpersistentObject",
+        "PerRank",
         "ShardedObject",
         "ShardedTensor",
         "ShardedTensorFactory",

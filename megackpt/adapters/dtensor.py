@@ -28,6 +28,7 @@ from megackpt.adapters.checkpointable import (
 from megackpt.errors import ShardingError
 from megackpt.state import (
     LocalNonpersistentObject,
+    PerRank,
     ReplicaId,
     ShardedBase,
     ShardedObject,
@@ -79,7 +80,8 @@ def sharded(
 
     Args:
         state_dict: dicts and lists, at any depth. Tensors in tuples and in objects are not
-            declared. Existing declarations, such as a ShardedTensor, stay.
+            declared. A PerRank is a value of each rank. Existing declarations, such as a
+            ShardedTensor, stay.
         prefix: put before every key.
         replicated: which values that are not sharded are stored under a key of their own, by one of
             the ranks that hold them. "tensors": tensors, except tensors without dimensions in lists
@@ -115,11 +117,7 @@ def sharded(
         raise ShardingError(
             f"replicated is one of {get_args(Replicated)}, not {replicated!r}"
         )
-    rank, holders = _holders(among)
-    if rank in holders:
-        replica = holders.index(rank)
-    else:
-        replica = len(holders)
+    replica, holders = holders_of(among)
     result: ShardedStateDict = tree.copied(state_dict)
     # Several meshes may hold the same state: that of the first holder has replica 0.
     mesh_replica: dict[DeviceMesh, int] = {}
@@ -137,6 +135,10 @@ def sharded(
                     mesh_replica[mesh] = 0 if holders[0] in mesh.mesh else replica
                 number = mesh_replica[mesh], _replica(leaf)
                 branch[name] = FilledFactory(key, leaf, pieces, number)
+            elif isinstance(leaf, PerRank):
+                branch[name] = ShardedObject(
+                    key, leaf.value, (len(holders),), (replica,)
+                )
             elif shard_attributes(leaf):
                 branch[name] = declare_checkpointable(key, leaf)
             elif is_distributed(leaf):
@@ -159,8 +161,11 @@ def sharded(
     return result
 
 
-def _holders(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
-    """This rank, and all ranks that hold the state, in order."""
+def holders_of(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
+    """This rank's number among the ranks that hold the state, and these ranks, in order.
+
+    The number of any other rank is that of the holders.
+    """
     rank, world = 0, 1
     if (thread := thread_rank.get()) is not None:
         rank, world = thread
@@ -180,7 +185,8 @@ def _holders(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
         raise ShardingError(
             f"`among` is a DeviceMesh, or some of the {world} ranks by number, not {among!r}"
         )
-    return rank, sorted(holders)
+    ordered = sorted(holders)
+    return (ordered.index(rank) if rank in holders else len(ordered)), ordered
 
 
 def _is_plain_list(node: Any) -> bool:

@@ -179,8 +179,7 @@ class SingleGroup(Group):
 class _ErrorReply:
     """A message that is an exception for all ranks to raise."""
 
-    kind: type[CheckpointingException]
-    arguments: tuple[Any, ...]
+    error: CheckpointingException
 
 
 class RankGroup(Group):
@@ -370,7 +369,7 @@ class RankGroup(Group):
             raise
         except BaseException as error:
             verdict = of_coordinator(stage, error)
-            refuse(pack(_ErrorReply(*verdict.__reduce__()[:2])))
+            refuse(pack(_ErrorReply(verdict)))
             if verdict is error and own is None:
                 raise
             raise verdict from (own if verdict is error else error)
@@ -391,7 +390,7 @@ class RankGroup(Group):
             raise parted(stage, self.rank, error) from error
         if not isinstance(value, _ErrorReply):
             return value
-        raise value.kind(*value.arguments) from own
+        raise value.error from own
 
 
 def _copy_own(outgoing: Streams, incoming: Streams, rank: int) -> None:

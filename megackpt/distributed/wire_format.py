@@ -144,6 +144,9 @@ def _describe(value: Any, buffers: list[Any]) -> Any:
             return ["a", array.dtype.str, *array.shape]
     if kind is type and value in _ERRORS.values():
         return ["e", value.__name__]
+    if kind in _ERRORS.values():
+        _, arguments = value.__reduce__()[:2]
+        return ["r", kind.__name__, *(_describe(part, buffers) for part in arguments)]
     blob = serialization.dump(value)
     if serialization.check(blob):
         raise CheckpointingException(
@@ -204,6 +207,8 @@ def _make(described: Any, buffers: Iterator[memoryview]) -> Any:
         return _array(next(buffers), *values)
     if tag == "e":
         return _ERRORS[values[0]]
+    if tag == "r":
+        return _ERRORS[values[0]](*values[1:])
     if tag == "o":
         return serialization.load(bytes(next(buffers)))
     return _function(tag)(*values)

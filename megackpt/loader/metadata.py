@@ -14,9 +14,8 @@ from megackpt.checkpoint import Opened, find_storage, open_checkpoint
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.comparison import trusted_classes
-from megackpt.loader.row_reader import common_row, destination, read_rows
-from megackpt.planning.manifest import TensorEntry
-from megackpt.state import ShardedObject, ShardedTensor, declare, dtype_named
+from megackpt.loader.row_reader import common_row, destination, read_rows, whole
+from megackpt.state import ShardedObject, ShardedTensor, declare
 from megackpt.strategies import (
     Strategy,
     StrategyAction,
@@ -93,7 +92,7 @@ def load_tensors_metadata(
     """
     opened = _open(checkpoint_dir, sharded_strategy, timeout)
     entries = opened.manifest.tensors
-    return {entry.key: _whole(entry) for entry in entries if not entry.meta.is_object}
+    return {entry.key: whole(entry) for entry in entries if not entry.meta.is_object}
 
 
 def load_sharded_metadata(
@@ -112,7 +111,7 @@ def load_sharded_metadata(
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
         entry = manifest.tensors[number]
         if not entry.meta.is_object:
-            found[entry.key] = found.get(entry.key) or _whole(entry)
+            found[entry.key] = found.get(entry.key) or whole(entry)
         elif not entry.is_common:
             shape = entry.meta.shape
             held = ShardedObject(
@@ -130,14 +129,6 @@ def _open(
     return within(timeout, name, lambda _: open_checkpoint(checkpoint_dir, asked))
 
 
-def _whole(entry: TensorEntry) -> ShardedTensor:
-    shape = entry.meta.shape
-    offset = (0,) * len(shape)
-    fragments = (1,) * len(shape)
-    dtype = dtype_named(entry.meta.dtype)
-    return ShardedTensor(entry.key, None, dtype, shape, shape, offset, fragments)
-
-
 def load_plain_tensors(
     checkpoint_dir: str | Path,
     *,
@@ -151,7 +142,7 @@ def load_plain_tensors(
     """
     opened = _open(checkpoint_dir, sharded_strategy, timeout)
     shards = [
-        _whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object
+        whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object
     ]
     tensors = [destination(shard) for shard in shards]
     wanted = declare(shards, rank=0)

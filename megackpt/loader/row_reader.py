@@ -35,6 +35,7 @@ from megackpt.planning.manifest import (
     LoadPlan,
     Manifest,
     ShardId,
+    TensorEntry,
 )
 from megackpt.staging.devices import synchronize
 from megackpt.staging.progress import counted_target
@@ -156,6 +157,17 @@ def common_row(manifest: Manifest, rank: int = 0) -> Declarations:
     if found is None:
         return Declarations.of([])
     return Declarations.of([Declaration(shard, found.meta, 0, False, 0, rank)])
+
+
+def whole(entry: TensorEntry, replica_id: int = 0) -> ShardedTensor:
+    """A stored tensor as one shard without data."""
+    shape = entry.meta.shape
+    dtype = dtype_named(entry.meta.dtype)
+    offset = (0,) * len(shape)
+    fragments = (1,) * len(shape)
+    return ShardedTensor(
+        entry.key, None, dtype, shape, shape, offset, fragments, replica_id
+    )
 
 
 def destination(shard: ShardedTensor) -> torch.Tensor:

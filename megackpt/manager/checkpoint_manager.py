@@ -32,6 +32,7 @@ from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.latest_step import Found, find_latest
 from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.tier import LocalTier
+from megackpt.manager.named_values import refuse_undeclared, with_digests
 from megackpt.manager.restorer import Restorer
 from megackpt.manager.retention import Retention
 from megackpt.manager.run_directory import (
@@ -224,7 +225,8 @@ class CheckpointManager(SaveDecisions):
         is_coordinator = coordinates(self._process_group)
         committed = partial(self._on_commit, step, is_coordinator, metric)
         path = self.path(step)
-        compared = preprocess_common_before_consistancy_check
+        given = preprocess_common_before_consistancy_check
+        comparable = partial(with_digests, state, stateful.plain, given)
         try:
             if self._local is not None:
                 self._local.before_storage(step)
@@ -236,7 +238,7 @@ class CheckpointManager(SaveDecisions):
                 process_group=self._process_group,
                 timeout=self._timeout,
                 validate_access_integrity=validate_access_integrity,
-                preprocess_common_before_consistancy_check=compared,
+                preprocess_common_before_consistancy_check=comparable,
                 content_metadata=content_metadata,
                 overwrite=overwrite,
                 allow_large_common_state=allow_large_common_state,
@@ -322,7 +324,9 @@ class CheckpointManager(SaveDecisions):
         """Load a step, or the newest good one; collective.
 
         ``restore(model=model, optimizer=optimizer, extra={})`` restores the objects that ``save``
-        was given by the same names. ``state`` has their states, and those of dicts.
+        was given by the same names. ``state`` has their states, and those of dicts. A dict comes
+        back with all that was saved in it, and an object that asks for no tensors is given all:
+        tensors that are not asked for are whole, on the CPU of each rank.
 
         The manager's asynchronous saves are finalized first. The error of one that failed is
         raised; another call continues after it.
@@ -369,6 +373,7 @@ class CheckpointManager(SaveDecisions):
             # With a strictness of RETURN_* the state is the first of three.
             whole = found.state
             state = whole[0] if isinstance(whole, tuple) else whole
+            refuse_undeclared(sharded_state_dict, state)
             with self._group() as group:
                 stateful.load(state, group)
         return found

@@ -22,11 +22,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from megackpt import tree
-from megackpt.adapters.dtensor import sharded
+from megackpt.adapters.dtensor import holders_of, sharded
 from megackpt.distributed import Group, GroupLike, attempt
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.loader.comparison import KeyMap, StateOfStored
 from megackpt.manager.group_matching import in_order
+from megackpt.manager.named_values import (
+    PLACES,
+    ask_for_all,
+    note_places,
+    put_back,
+)
 from megackpt.manager.optimizer_state import (
     NamedOptimizer,
     is_loaded_in_place,
@@ -34,7 +40,7 @@ from megackpt.manager.optimizer_state import (
     stored_values,
 )
 from megackpt.planning.manifest import COMMON_KEY, Manifest
-from megackpt.state import ShardedStateDict
+from megackpt.state import PerRank, ShardedStateDict
 
 T = TypeVar("T")
 
@@ -105,6 +111,12 @@ class StatefulObjects:
                     "less like it"
                 )
         self._objects = dict(objects)
+        # Those of which the state is not torch's to read and set.
+        self.plain = {
+            name: value
+            for name, value in objects.items()
+            if not isinstance(value, Module | Optimizer)
+        }
         self._among = None
         if isinstance(process_group, dist.ProcessGroup):
             self._among = dist.get_process_group_ranks(process_group)
@@ -134,17 +146,26 @@ class StatefulObjects:
                 states[name] = value
             else:
                 states[name] = value.state_dict()
+        if load:
+            # Another number of ranks may have saved these.
+            states = tree.dict_list_map_outplace(_without_per_rank, states)
         declared = sharded(states, among=self._among)
-        if others is None:
-            return declared
-        if twice := states.keys() & others.keys():
-            raise ValueError(f"{sorted(twice)} are in the state dict already")
-        return others | declared
+        if others is not None:
+            if twice := states.keys() & others.keys():
+                raise ValueError(f"{sorted(twice)} are in the state dict already")
+            declared = others | declared
+        if not load:
+            note_places(declared, self.plain)
+        return declared
 
     def declare_to_load(
         self, others: ShardedStateDict | None, key_map: KeyMap | None
     ) -> ShardedStateDict:
-        """The state to load. Each checkpoint that is tried is compared with the optimizers."""
+        """The state to load, which is declared for each checkpoint that is tried.
+
+        Optimizers are compared with the checkpoint. Dicts and other objects ask for all that is
+        stored below their names.
+        """
         if not self._objects:
             return others or {}
         for name, value in self._objects.items():
@@ -165,6 +186,7 @@ class StatefulObjects:
         """Declare what to load of a checkpoint. Raises MismatchError before any object changes."""
         common = values.get(COMMON_KEY, {})
         names = {*common, *(entry.key.split(".")[0] for entry in manifest.tensors)}
+        names.discard(PLACES)
         for name, value in self._objects.items():
             is_asked = name in self._optimizers or any(tree.walk(declared[name]))
             may_lack = key_map is not None or isinstance(value, dict)
@@ -174,6 +196,8 @@ class StatefulObjects:
                     f"{', '.join(map(repr, sorted(names)))}. Restore without {name}="
                 )
         state = dict(declared)
+        rank, holders = holders_of(self._among)
+        ask_for_all(state, self.plain, manifest, rank, len(holders))
         settled = []
         for name, optimizer in self._optimizers.items():
             prefix, module = f"{name}.", f"{optimizer.module}."
@@ -207,6 +231,7 @@ class StatefulObjects:
                 logger.warning("%s was saved otherwise: %s", name, changes)
 
     def _load(self, state: dict[str, Any]) -> None:
+        put_back(state, self.plain)
         for name, value in self._objects.items():
             try:
                 if isinstance(value, Module):
@@ -252,6 +277,10 @@ class StatefulObjects:
         )
 
 
+def _without_per_rank(leaf: Any) -> Any:
+    return None if isinstance(leaf, PerRank) else leaf
+
+
 class _Former:
     """The state of an object before a load, which fills its tensors in place."""
 
@@ -261,6 +290,8 @@ class _Former:
         self._state = tree.dict_list_map_outplace(self._keep, value.state_dict())
 
     def _keep(self, leaf: Any) -> Any:
+        if isinstance(leaf, PerRank):
+            leaf = leaf.value
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
         held = local_tensor(leaf.detach())

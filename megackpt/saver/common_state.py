@@ -204,8 +204,8 @@ def _compare(rank: int, rank_0s: Any, own: Any) -> None:
         (tensors if is_tensor else others).append(path)
     if others:
         logger.warning(
-            "of %s and %d more rank 0's values alone are saved, and a load gives them to all "
-            "ranks: values of each rank's own belong in a ShardedObject, or in a "
+            "of %s and %d more one rank's values alone are saved, and a load gives them to all "
+            "ranks: a value of each rank belongs in a PerRank or a ShardedObject, or in a "
             "LocalNonpersistentObject, which is not saved",
             tree.show(others[0]),
             len(others) - 1,

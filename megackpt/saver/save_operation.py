@@ -351,7 +351,6 @@ def _plan_for_all(
     _check_same("name different directories", [part.directory for part in parts])
     _check_same("ask for different formats", [part.format for part in parts])
     groups = groups_to_store(request.groups, [part.groups for part in parts])
-    request = request.with_groups(groups)
     plans, manifest = plan_for_backend(
         request.backend,
         [part.declarations for part in parts],
@@ -369,7 +368,7 @@ def _plan_for_all(
         # The table of tensors stays here: each rank has its own.
         sent = replace(plan, tensors=())
         replies.append(_RankReply(save_id, sent, view if differs else None, own))
-    return request, manifest, replies
+    return request.with_groups(groups), manifest, replies
 
 
 def _check_same(what: str, values: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import logging
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ class SaveRequest:
         format: name and version of the format.
         state: the caller's, with factories replaced by their products.
         checked: whether the declarations and the common states of all ranks are validated.
-        compared: with ``checked``, the view of the common state that ranks compare.
+        comparable: gives the view of the common state that ranks compare (None: all of it).
         fingerprint: equal for requests that one plan serves; None if that cannot be known.
         staging_memory: bytes for the copy of an asynchronous save (None: the default).
         audit: what to compare of the shards that several ranks hold.
@@ -82,7 +82,7 @@ class SaveRequest:
     shards: Sequence[ShardedTensor | ShardedObject]
     common: Mapping[Any, Any]
     checked: bool
-    compared: Any
+    comparable: Callable[[Any], Any] | None
     declared: Declarations
     fingerprint: int | None
     staging_memory: int | None
@@ -167,7 +167,7 @@ class SaveRequest:
             shards=extracted.shards,
             common=common,
             checked=validate,
-            compared=_view(comparable, common) if validate else None,
+            comparable=comparable,
             declared=declared,
             fingerprint=number,
             staging_memory=resolved.staging_memory,
@@ -180,6 +180,11 @@ class SaveRequest:
         )
         made._pickle_objects()
         return made
+
+    @cached_property
+    def compared(self) -> Any:
+        """The view of the common state that ranks compare."""
+        return _view(self.comparable, self.common)
 
     def _pickle_objects(self) -> None:
         """Fill ``blobs`` and ``untrusted``, of objects whose main replica is on this rank.

@@ -11,9 +11,11 @@ from megackpt.planning.manifest import (
 from megackpt.state.nested_state import (
     ABSENT as ABSENT,
     Extracted as Extracted,
+    Placed as Placed,
     apply_factories as apply_factories,
     apply_factory_merges as apply_factory_merges,
     extract as extract,
+    joined as joined,
     restore as restore,
 )
 from megackpt.state.shard_columns import (
@@ -34,6 +36,7 @@ from megackpt.state.values import (
     FactoryBuildFn as FactoryBuildFn,
     FactoryMergeFn as FactoryMergeFn,
     LocalNonpersistentObject as LocalNonpersistentObject,
+    PerRank as PerRank,
     ShardedBase as ShardedBase,
     ShardedObject as ShardedObject,
     ShardedStateDict as ShardedStateDict,

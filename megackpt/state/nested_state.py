@@ -217,7 +217,7 @@ def _misplaced(path: Path, leaf: Any) -> str:
     return ""
 
 
-class _Placed(NamedTuple):
+class Placed(NamedTuple):
     """A value to put at its place in a loaded state, in place of a stored one or not."""
 
     value: Any
@@ -242,15 +242,15 @@ def restore(
             value = next(following)
             if value is ABSENT:
                 return value
-            return _Placed(value, replaces=False)
+            return Placed(value, replaces=False)
         if isinstance(leaf, LocalNonpersistentObject):
-            return _Placed(leaf.unwrap(), replaces=True)
+            return Placed(leaf.unwrap(), replaces=True)
         return ABSENT
 
     result: dict[Any, Any] = tree.copied(common)
     placed = _select(extracted.state, place)
     if placed is not ABSENT:
-        result = _joined(result, placed, ())
+        result = joined(result, placed, ())
     incomplete = set[Path]()
     for path, value in zip(extracted.paths, values, strict=True):
         if value is ABSENT:
@@ -270,7 +270,7 @@ def restore(
     return result
 
 
-def _joined(stored: Any, asked: Any, path: Path) -> Any:
+def joined(stored: Any, asked: Any, path: Path) -> Any:
     """``stored`` with the values that ``asked`` places in it, in place.
 
     None and empty containers may be replaced; an empty container is asked for if there is none.
@@ -278,12 +278,12 @@ def _joined(stored: Any, asked: Any, path: Path) -> Any:
     vacant = stored is None or (tree.is_branch(stored) and not stored)
     if asked is None:
         return stored
-    if isinstance(asked, _Placed) and (vacant or asked.replaces):
+    if isinstance(asked, Placed) and (vacant or asked.replaces):
         return asked.value
     if tree.is_branch(asked) and vacant and (asked or stored is None):
         stored = tree.blank(asked)
     here = type(stored).__name__
-    if isinstance(asked, _Placed):
+    if isinstance(asked, Placed):
         problem = f"already holds a {here}"
     elif not isinstance(stored, dict if isinstance(asked, dict) else list):
         problem = f"is a {here} here and a {type(asked).__name__} there"
@@ -295,9 +295,9 @@ def _joined(stored: Any, asked: Any, path: Path) -> Any:
                 present = stored.get(key)
             else:
                 present = stored[key]
-            stored[key] = _joined(present, value, (*path, key))
+            stored[key] = joined(present, value, (*path, key))
         return stored
-    if any(isinstance(leaf, _Placed) for leaf in tree.nested_values(asked)):
+    if any(isinstance(leaf, Placed) for leaf in tree.nested_values(asked)):
         raise MismatchError(
             "the stored common state does not fit the state asked for (there): "
             f"{tree.show(path)} {problem}"

@@ -386,6 +386,23 @@ class ShardedTensorFactory(ShardedBase):
             raise ShardingError("; ".join(problems))
 
 
+class PerRank:
+    """A value that each rank has for itself and that is saved, such as the state of a generator.
+
+    ``megackpt.sharded``, and the dicts and objects of a manager, take it. The values of all ranks
+    are stored. Each rank loads the value of the rank with its number. ``restore`` of a manager
+    takes another number of ranks, too: a rank whose number was not saved gets None.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __reduce__(self) -> str:
+        raise TypeError(
+            "a PerRank is saved by megackpt.sharded(state), or by a manager"
+        )
+
+
 class LocalNonpersistentObject:
     """A value that is not saved; on load every rank gets back its own."""
 

@@ -267,8 +267,10 @@ def refusing(folder: Path, number: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(part(300)), marks=pytest.mark.campaign)]
 )
-def test_histories(tmp_path: Path, seeds: range, note: Any) -> None:
-    logging.getLogger("megackpt").setLevel(logging.CRITICAL)
+def test_histories(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seeds: range, note: Any
+) -> None:
+    caplog.set_level(logging.CRITICAL, "megackpt")
     lives = 0
     for seed in seeds:
         history = History(tmp_path / str(seed), seed)

@@ -158,12 +158,13 @@ def test_an_operation_counts_its_repetitions_and_warns_once(
         # A thread that an earlier test gave up may still read.
         return Path(os.readlink(f"/proc/self/fd/{fd}")).is_relative_to(tmp_path)
 
-    Refusing(monkeypatch, "preadv", errno.ESTALE, 2, is_here)
+    refusing = Refusing(monkeypatch, "preadv", errno.ESTALE, 2, is_here)
     heard: list[megackpt.Event] = []
     with megackpt.watching(heard.append), caplog.at_level(logging.WARNING):
         state = megackpt.load(declared(0), tmp_path / "c")
         megackpt.load(declared(0), tmp_path / "c")
     assert state["w"].eq(1).all()
+    assert refusing.left == 0
     first, second = [event.retries for event in heard if event.stage == "total"]
     assert (first, second) == (2, 0)
     assert Counter(event.retries for event in heard)[2] >= 1

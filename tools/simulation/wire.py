@@ -27,8 +27,8 @@ from megackpt.planning.manifest import (
 )
 from megackpt.saver.save_operation import _RankReply, _RankRequest as SaveRequest
 
-VOTE = 5 * 8
-"""Bytes: each rank votes with five numbers."""
+VOTE = 7 * 8
+"""Bytes: each rank votes with seven numbers."""
 CONFIRMATIONS = 2
 """Rank 0 asks so often, before a commit, whether all ranks still wait."""
 DIRECTORY = "/checkpoints/iter_0001000"

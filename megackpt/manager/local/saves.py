@@ -16,7 +16,6 @@ from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
 from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Pending, Task
 from megackpt.distributed import (
-    Attempt,
     Group,
     GroupLike,
     SingleGroup,
@@ -152,12 +151,13 @@ class LocalSaves:
             **options,
         )
         begin: Callable[[], AsyncRequest | None] = write
-        copied = Attempt[AsyncRequest | None](None)
+        pending: Any = None
         if asynchronous:
             # The tensors are copied now. An error of this rank alone is raised on all ranks when
             # the save is finalized.
             copied = attempt(partial(write, async_sharded_save=True))
             begin = copied.get
+            pending = copied.value and copied.value.async_fn
         kept = [*self._kept(), agreed]
 
         def work(_: Advance) -> None:
@@ -169,9 +169,8 @@ class LocalSaves:
             line.is_complete = True
 
         task = Task(work, f"step {step} on the hosts")
-        if copied.value is not None:
+        if pending:
             # If the work fails before it writes, its own error counts.
-            pending: Any = copied.value.async_fn
             task.on_end(lambda _: pending.give_up())
         request = AsyncRequest(Pending(task, group), (), [complete])
         if not asynchronous:
