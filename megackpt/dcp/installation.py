@@ -150,8 +150,8 @@ def _naming_writers(execute_save: Any) -> Any:
         several_ranks = is_available() and is_initialized()
         if several_ranks and _running and not _running[0].done():
             _log.warning(
-                "async_save waits for the one before it, whose messages use the same ranks: wait for "
-                "its result before the next one"
+                "async_save waits for the save before it, whose messages use the same ranks: "
+                "wait for its result before the next one"
             )
             wait(_running)
         future = execute_save(*args, **kwargs)

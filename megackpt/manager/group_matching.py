@@ -69,8 +69,8 @@ def match_groups(name: str, own: Sequence[Group], stored: Sequence[Group]) -> Ma
             )
     if problems:
         raise MismatchError(
-            f"{name}: values of groups of parameters differ, and {join_truncated(problems)}. Build the "
-            "optimizer with the groups that were saved, restore, and change the groups afterwards"
+            f"{name}: values of groups of parameters differ, and {join_truncated(problems)}. Build "
+            "the optimizer with the saved groups, restore, and change the groups afterwards"
         )
     for i, count in parts.items():
         if count > 1:

@@ -221,7 +221,7 @@ class SaveRequest:
         return [number, -number]
 
     def view_votes(self) -> list[int]:
-        """A number and its negative, alike on ranks that compare equal views of the common state."""
+        """A number and its negative: the same on ranks with equal views of the common state."""
         number = digest_number(pickled(COMMON, self.compared))
         return [number, -number]
 

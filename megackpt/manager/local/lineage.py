@@ -91,7 +91,7 @@ def read_lines(root: str) -> Lines:
                 if head != digest(body).hex().encode():
                     raise CorruptCheckpoint(f"{root}/{name} is damaged")
             except CorruptCheckpoint as error:
-                text = "%s. If %s is damaged, too, no step on the hosts counts; the storage is whole"
+                text = "%s. If %s is damaged, too, the steps in the storage alone count"
                 logger.warning(text, error, _FILES[1])
                 continue
             table = json.loads(body)
