@@ -111,6 +111,8 @@ class LoadRequest:
 
     def rename(self, declared: Declarations) -> Declarations:
         """The declarations under the keys of the checkpoint, which ``key_map`` gives."""
+        if self.key_map is None:
+            return declared
         renamed = [
             TensorEntry(stored_key(self.key_map, key), meta)
             for key, meta in declared.tensors

@@ -123,7 +123,7 @@ class HostMemory:
             row = (0, 0)
             if isinstance(tensor, torch.Tensor):
                 size = tensor.nbytes
-                row = (_address(tensor, size), size)
+                row = (_address(tensor, size) if size else 0, size)
             rows.append(row)
         address, nbytes = np.array(rows, np.int64).reshape(-1, 2).T
         return cls(address, nbytes)
