@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import megackpt
-from megackpt import errors
+from megackpt import errors, strategies
 from megackpt.__main__ import _parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +63,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     module = ModuleType(f"page_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
+    # What a page registers ends with it.
+    for action in ("save_sharded", "load_sharded"):
+        monkeypatch.setitem(strategies.default_strategies, action, {})
     for block in blocks(page, "python"):
         source = (
             "\n" * block.line + block.text
