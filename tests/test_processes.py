@@ -73,11 +73,11 @@ def read_once_in_each_group(directory: str) -> None:
     """TP2 x DP2: ranks 0, 2 and ranks 1, 3 hold the same."""
     from megackpt.storage.files import LocalReader
 
-    rank, read, counted = dist.get_rank(), LocalReader.read_into, 0
+    rank, read = dist.get_rank(), LocalReader.read_into
+    counted: list[int] = []  # several threads read: a sum would lose additions
 
     def read_into(self: Any, start: int, buffers: Any) -> None:
-        nonlocal counted
-        counted += sum(buffer.nbytes for buffer in buffers)
+        counted.append(sum(buffer.nbytes for buffer in buffers))
         read(self, start, buffers)
 
     def held(dtype: torch.dtype, value: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def read_once_in_each_group(directory: str) -> None:
         )
         expected = held(dtype, 0.5)["shards"][0].data.view(torch.uint8)
         for group in (pair, None):
-            counted = 0
+            counted.clear()
             wrapper = FullyParallelLoadStrategyWrapper(
                 None, group, exchange_algo="always"
             )
@@ -117,7 +117,7 @@ def read_once_in_each_group(directory: str) -> None:
                 for found in loaded["shards"]
             )
             assert loaded["object"] == {"of": rank % 2}
-            total = torch.tensor(counted)
+            total = torch.tensor(sum(counted))
             dist.all_reduce(total)
             nbytes = 2 * 40 * expected.nbytes
             assert nbytes <= int(total) < nbytes * 1.1, (
