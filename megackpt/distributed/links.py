@@ -161,12 +161,14 @@ class Links:
         operation, stage = label.split("\n", 2)[:2]
         if (operation, stage) == (step.operation, step.stage):
             return False
-        self._report_crossing(step, rank, label)
+        self._report_crossing(step, rank, label, None)
         return True
 
-    def _report_crossing(self, step: Step, rank: int, label: str) -> None:
+    def _report_crossing(
+        self, step: Step, rank: int, label: str, name: str | None
+    ) -> None:
         calls = {self.rank: step.label, rank: label}
-        self._report(step.call, Verdict({}, describe_calls(calls), None))
+        self._report(step.call, Verdict({}, describe_calls(calls), name))
 
     def _warn(self, step: Step) -> None:
         after = warn_after()
@@ -432,7 +434,8 @@ class Links:
         if not state.text or rank not in step.awaited:
             step.crossed.pop(rank, None)
         elif asked - step.crossed.setdefault(rank, time.monotonic()) > _CROSSED_SECONDS:
-            self._report_crossing(step, rank, state.text)
+            # In a call of another number: the other rank may have left this one out.
+            self._report_crossing(step, rank, state.text, "")
 
     def _report_left(self, step: Step, rank: int, state: Verdict) -> None:
         if rank in step.awaited:

@@ -19,10 +19,10 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import ref
 
 from megackpt import limits
 
@@ -49,8 +49,8 @@ _ANSWER_SECONDS = 4.0
 _OUTSIDE = "192.0.2.1"  # a documentation address: the way there is the default route
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
-_made: Counter[str] = Counter()
-
+_found: set[bytes] = set()
+"""Addresses that this process has found: none of them is that of a later group of the same name."""
 
 STORE_SILENT = "the job's store does not answer"
 
@@ -70,17 +70,18 @@ class JobStore:
         from torch.distributed import distributed_c10d
 
         name = process_group.group_name
-        # A later group may have the name of one that was destroyed, in the same store. The store of
-        # torchrun's agent has the addresses of workers that it has restarted. In other jobs each
-        # agent has a count of its own, and that of a host which was replaced begins with 0.
-        _made[name] += 1
+        # The store of torchrun's agent has the addresses of workers that it has restarted. In other
+        # jobs each agent has a count of its own, and that of a host which was replaced begins with 0.
         attempt = "0"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = distributed_c10d.PrefixStore(
-            f"megackpt/{name}/{attempt}/{_made[name]}",
+            f"megackpt/{name}/{attempt}",
             distributed_c10d._get_default_store(),
         )
+        self._name, self._process_group = name, ref(process_group)
+        self._names = distributed_c10d._world.pg_names
+        self._former = frozenset(_found)
         self._token = b""
         self._uses = 0
         self._heard = 0.0
@@ -101,17 +102,32 @@ class JobStore:
         await self.use(publish)
 
     async def find(self, rank: int) -> Address:
-        """The address of a rank, once it has published one."""
-        places, name = json.loads(await self._get(f"address/{rank}"))
+        """The address of a rank, once it has published one.
+
+        That of a group which was destroyed, in the same store, is none.
+        """
+        while (found := await self._get(f"address/{rank}")) in self._former:
+            await asyncio.sleep(_LONGEST_PAUSE)
+        _found.add(found)
+        places, name = json.loads(found)
         return places, name
 
     async def token(self) -> bytes:
-        """The secret of these ranks, which the first rank that asks has drawn."""
+        """The secret of these ranks, which the first rank that asks has drawn.
+
+        Of a group that was destroyed there is none after another one has its name: a rank that
+        comes with it means the other one.
+        """
 
         def draw(store: Any) -> None:
             if store.add("tokens", 1) == 1:
                 store.set("token", secrets.token_hex(_TOKEN_BYTES))
 
+        named = [group for group, name in [*self._names.items()] if name == self._name]
+        if any(group is not self._process_group() for group in named):
+            raise StoreLost(
+                "a process group that was destroyed: another one has its name"
+            )
         if not self._token:
             await self.use(draw)
             self._token = bytes.fromhex((await self._get("token")).decode())
@@ -207,12 +223,12 @@ class Listener:
         """Listen at the addresses of ``own_hosts`` only. Returns where."""
         async with self._opening:
             if not self.sockets:
-                token = await store.token()
+                await store.token()
                 for host in await store.use(own_hosts):
                     made = _bound(host)
                     self.sockets.append(made)
                     self._places.append((host, made.getsockname()[1]))
-                    serving = self._serve(made, token)
+                    serving = self._serve(made, store)
                     self._serving.append(asyncio.create_task(serving))
         return self._places, self._name
 
@@ -222,7 +238,7 @@ class Listener:
         for each in self.sockets:
             each.close()
 
-    async def _serve(self, listening: socket.socket, token: bytes) -> None:
+    async def _serve(self, listening: socket.socket, store: JobStore) -> None:
         loop = asyncio.get_running_loop()
         while True:
             while len(self._greetings) >= limits.GREETINGS:
@@ -233,7 +249,7 @@ class Listener:
                 logger.warning("a rank cannot connect yet: %s", error)
                 await asyncio.sleep(_LONGEST_PAUSE)
                 continue
-            task = loop.create_task(self._greet(accepted, token))
+            task = loop.create_task(self._greet(accepted, store))
             self._greetings[task] = time.monotonic()
             task.add_done_callback(self._greetings.pop)
 
@@ -247,11 +263,12 @@ class Listener:
             self._greetings, timeout=left, return_when=asyncio.FIRST_COMPLETED
         )
 
-    async def _greet(self, accepted: socket.socket, token: bytes) -> None:
+    async def _greet(self, accepted: socket.socket, store: JobStore) -> None:
         loop = asyncio.get_running_loop()
         try:
             accepted.setblocking(False)
             async with asyncio.timeout(limits.GREETING_SECONDS):
+                token = await store.token()
                 nonce = secrets.token_bytes(_NONCE_BYTES)
                 await loop.sock_sendall(accepted, _CHALLENGE.pack(_MAGIC, nonce))
                 greeting = await _received(accepted, _GREETING.size)

@@ -117,6 +117,23 @@ def an_exception_in_save(folder: str) -> None:
     assert tried(f"{folder}/c4", queue) == "saved"
 
 
+def one_polls_where_the_others_save(folder: str) -> None:
+    """One rank is interrupted before its call counts, and goes on with a request that is in flight."""
+    for n in (0, 1):
+        queue = AsyncCallsQueue()
+        request = megackpt.save(state(), f"{folder}/a{n}", async_sharded_save=True)
+        assert request is not None
+        queue.schedule_async_request(request)
+        if dist.get_rank() == n:
+            with pytest.raises(megackpt.RankLost):
+                queue.maybe_finalize_async_calls(blocking=True)
+        else:
+            assert tried(f"{folder}/b{n}").startswith("RankLost")
+        queue.close(abort=True)
+        dist.barrier()
+        assert tried(f"{folder}/c{n}") == "saved"
+
+
 def stalls(folder: str) -> None:
     """Rank 1 is stopped for 3 s at ten moments. No save fails."""
     stop = "for i in 1 2 3 4 5 6; do sleep 0.7; kill -STOP $1; sleep 2.6; kill -CONT $1; done"
@@ -137,7 +154,14 @@ def stalls(folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "job", [one_is_behind, one_has_not_scheduled, an_exception_in_save, stalls]
+    "job",
+    [
+        one_is_behind,
+        one_has_not_scheduled,
+        an_exception_in_save,
+        one_polls_where_the_others_save,
+        stalls,
+    ],
 )
 def test_the_next_save_works(ranks: Any, tmp_path: Any, job: Any) -> None:
     ranks(job, 2, tmp_path, timeout=120)

@@ -149,6 +149,30 @@ def test_subgroups(ranks):
     ranks(real_subgroup, 4)
 
 
+def real_new_lives(folder):
+    """In each life of the default group one rank alone has used it before the life ends."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    for life in range(3):
+        if rank == life % 2:
+            with pytest.raises(RankLost):
+                group_over(timeout=seconds(0.5), name="its own").all_agree(1)
+        dist.barrier()
+        dist.destroy_process_group()
+        where = f"file://{folder}/{life}"
+        dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+        group = group_over(timeout=seconds(20), name=f"all's in life {life}")
+        assert group.reduce_broadcast("x", lambda: rank, len) == 2
+        dist.barrier()
+
+
+def test_a_group_made_anew_works_where_ranks_had_used_the_former_one_unequally(
+    ranks, tmp_path
+):
+    ranks(real_new_lives, 2, tmp_path)
+
+
 def one_call(stage, groups):
     group = group_over(timeout=seconds(1))
     groups.append(group)
