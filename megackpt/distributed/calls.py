@@ -65,6 +65,10 @@ class Calls:
 
     # Called by the thread of the event loop.
 
+    def current(self) -> list[Step]:
+        """The steps in which this rank is, or was last. Other threads may begin calls meanwhile."""
+        return [step for found in self.steps.valuerefs() if (step := found())]
+
     def awaits(self, call: int, number: int) -> bool:
         """Whether a message of this step is wanted here, now or later."""
         step = self.steps.get(call)

@@ -125,7 +125,7 @@ class Links:
             return self._missing(step, asking)
         if step is not None and step.number > number:
             return Verdict({})
-        for other in tuple(self.calls.steps.values()):
+        for other in self.calls.current():
             if other.call != call and other.awaited:
                 if asking in other.awaited:
                     return Verdict({self.rank: SLOW}, other.label)
@@ -238,9 +238,7 @@ class Links:
             for task in late:
                 task.cancel()
             await asyncio.gather(*sends, return_exceptions=True)
-        waiting = [
-            step.call for step in tuple(self.calls.steps.values()) if step.awaited
-        ]
+        waiting = [step.call for step in self.calls.current() if step.awaited]
         if all(other == call or self._failure(other).done() for other in waiting):
             # TCP repeats what was lost only after long pauses, so the next call connects afresh.
             for rank, word in verdict.missing.items():
@@ -262,9 +260,16 @@ class Links:
     # Connections.
 
     def _listen_for_children(self) -> None:
+        async def publish() -> None:
+            try:
+                await self.store.publish(self.rank, self._listener)
+            except BaseException:  # such as too many open files
+                self._has_address = False  # the next step tries it again
+                raise
+
         if self.children and not self._has_address:
             self._has_address = True
-            self._spawn(self.store.publish(self.rank, self._listener))
+            self._spawn(publish())
 
     def _reach_parent(self, step: Step) -> None:
         parent = self.parent
@@ -329,7 +334,7 @@ class Links:
             self._loop.call_later(_DELIVERY, self._report_lost, steps, rank, BROKEN)
         link = self._links[rank] = Link(rank, connection)
         self._ended.pop(rank, None)
-        for step in tuple(self.calls.steps.values()):
+        for step in self.calls.current():
             step.questions.pop(rank, None)
         self._spawn(link.send(HELLO, 0, 0, "", self.calls.failed()))
         self._spawn(self._read(link))
@@ -338,7 +343,7 @@ class Links:
         """A neighbour's first message: what has failed, so that both number the next call alike."""
         for call, verdict in failed:
             await self._spread(call, verdict)
-        for step in tuple(self.calls.steps.values()):
+        for step in self.calls.current():
             if step.number == 1 and link.rank in step.sent:
                 kind, sent = step.sent[link.rank]
                 self._spawn(link.send(kind, step.call, 1, step.label, sent))
@@ -377,7 +382,7 @@ class Links:
     def _steps_lost_with(self, rank: int) -> list[Step]:
         """The steps that cannot go on without this connection. First ones connect again."""
         lost = []
-        for step in tuple(self.calls.steps.values()):
+        for step in self.calls.current():
             if rank not in step.awaited:
                 continue
             if step.number > 1:

@@ -169,8 +169,8 @@ class JobStore:
 
         if not self._uses:
             self._heard = time.monotonic()
-        self._uses += 1
         threading.Thread(target=run, name="megackpt-store", daemon=True).start()
+        self._uses += 1  # now: no thread may be left
         return await future
 
 

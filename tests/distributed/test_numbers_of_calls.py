@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
+from collections import deque
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -16,9 +21,38 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.distributed import messages
+from megackpt.distributed.calls import Calls
 from megackpt.distributed.rank_tree import Tree
 
 WAIT = 3.0  # the timeout of a save
+
+
+def test_calls_begin_while_the_steps_of_others_are_looked_at() -> None:
+    interval = sys.getswitchinterval()
+    loop = asyncio.new_event_loop()
+    calls = Calls(loop)
+    over = threading.Event()
+
+    def begin() -> None:
+        kept: deque[messages.Step] = deque(maxlen=20)
+        for number in count(1):
+            kept.append(messages.Step(number, 0, 1.0, "", "", ""))
+            calls.begin(kept[-1], "")
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=begin)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            calls.current()
+    finally:
+        over.set()
+        thread.join()
+        loop.close()
+        sys.setswitchinterval(interval)
 
 
 def state() -> dict[str, Any]:

@@ -173,6 +173,44 @@ def test_a_group_made_anew_works_where_ranks_had_used_the_former_one_unequally(
     ranks(real_new_lives, 2, tmp_path)
 
 
+def real_shortage(of):
+    """At the first call a rank has no descriptor, or no thread, for its connections."""
+    import resource
+    import threading
+
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    group = group_over(timeout=seconds(2))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    patch = pytest.MonkeyPatch()
+    if of == "descriptors" and rank == 0:
+        lowest_free = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    if of == "threads" and rank == 1:
+        start = threading.Thread.start
+
+        def refuse(thread):
+            if thread.name == "megackpt-store":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        patch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RankLost):
+        group.all_agree(1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    patch.undo()
+    time.sleep(4.5)  # after so long a store that does not answer is given up
+    dist.barrier()
+    assert group_over(timeout=seconds(20)).all_agree(1)
+
+
+@pytest.mark.parametrize("of", ["descriptors", "threads"])
+def test_a_rank_connects_after_it_had_no_descriptor_or_no_thread(ranks, of):
+    ranks(real_shortage, 2, of)
+
+
 def one_call(stage, groups):
     group = group_over(timeout=seconds(1))
     groups.append(group)
