@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import linecache
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,11 @@ EXCEPTIONS: list[type[BaseException]] = [KeyboardInterrupt, Alarm]
 
 
 class Lines:
-    """Counts the lines of megackpt that this thread comes to, and raises at one of them."""
+    """Counts the lines of megackpt that this thread comes to, and raises at one of them.
+
+    A trace function is also called at a ``with`` that is left, before its end. No signal handler runs there, and an
+    exception there would leave a lock locked, so that is no line.
+    """
 
     def __init__(self, at: int = 0, error: type[BaseException] = Alarm) -> None:
         self.count, self._at, self._error = 0, at, error
@@ -52,17 +58,20 @@ class Lines:
 
     def call(self, frame: Any, event: str, _: Any) -> Any:
         ours = frame.f_code.co_filename.startswith(PACKAGE)
-        return self.line if ours else None
+        return partial(self.line, set()) if ours else None
 
-    def line(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
+    def line(self, withs: set[int], frame: Any, event: str, _: Any) -> Any:
+        if event == "line" and frame.f_lineno not in withs:
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if text.lstrip().startswith("with "):
+                withs.add(frame.f_lineno)
             self.count += 1
             if self.count == self._at:
                 code = frame.f_code
                 name = code.co_filename.removeprefix(PACKAGE)
                 self.where = f"{name}:{frame.f_lineno} {code.co_qualname}"
                 raise self._error("it was to be here")
-        return self.line
+        return partial(self.line, withs)
 
     @contextmanager
     def counted(self) -> Any:
