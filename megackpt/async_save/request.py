@@ -58,6 +58,8 @@ class Pending:
         try:
             if self.abandon is not None:
                 self.abandon()
+            elif self.group is not None:
+                self.group.give_up()
         finally:
             self._end()
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import AsyncCallsQueue, ShardedTensor
+from megackpt import AsyncCallsQueue, AsyncRequest, ShardedTensor
 from megackpt.distributed import messages
 from megackpt.distributed.calls import Calls
 from megackpt.distributed.rank_tree import Tree
@@ -151,6 +151,23 @@ def an_exception_in_save(folder: str) -> None:
     assert tried(f"{folder}/c4", queue) == "saved"
 
 
+def an_exception_in_a_poll(folder: str) -> None:
+    """A signal handler raises on one rank, while a request that was made by hand is in flight."""
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(AsyncRequest(time.sleep, (1,), []))
+    error: type[BaseException] = megackpt.RankLost
+    if dist.get_rank() == 1:
+        error = KeyboardInterrupt
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
+    began = time.monotonic()
+    with pytest.raises(error):
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert time.monotonic() - began < 20
+    dist.barrier()
+    assert tried(f"{folder}/c", queue) == "saved"
+
+
 def one_polls_where_the_others_save(folder: str) -> None:
     """One rank is interrupted before its call counts, and goes on with a request that is in flight."""
     for n in (0, 1):
@@ -193,6 +210,7 @@ def stalls(folder: str) -> None:
         one_is_behind,
         one_has_not_scheduled,
         an_exception_in_save,
+        an_exception_in_a_poll,
         one_polls_where_the_others_save,
         stalls,
     ],
