@@ -229,7 +229,8 @@ def _torch_value(name: str) -> Any:
     """A dtype, layout or memory format."""
     import torch
 
-    found = getattr(torch, name.removeprefix("torch."))
+    # Not getattr: torch imports some of its modules when they are asked for.
+    found = vars(torch)[name.removeprefix("torch.")]
     if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
         raise ValueError(f"{name} is no value")
     return found

@@ -211,6 +211,13 @@ def test_a_message_that_says_too_much_is_refused(message: bytes) -> None:
     refused(message)
 
 
+def test_a_message_imports_no_module_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    refused(text('["megackpt.distributed.wire_format._torch_value","_lazy"]'))
+    assert not asked
+
+
 def test_a_blob_of_an_untrusted_class_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "blob"
     torch.save(Outsider(tmp_path / "made"), file)
