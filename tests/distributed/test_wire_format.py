@@ -63,6 +63,7 @@ ARRAYS = [
     np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     np.arange(10, dtype=np.int32)[::3],
     np.zeros((0, 5), np.uint8),
+    np.array(3.0),
     np.array([True, False]),
     np.array([1, 2], ">i8"),
     np.array(["text", None], object),
