@@ -17,7 +17,7 @@ import socket
 import stat
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megackpt.errors import CorruptCheckpoint, SaveInProgress
@@ -208,11 +208,15 @@ def parse_marker(data: bytes, save_id: str) -> Marker:
 def read_marker(storage: Storage, name: str, save_id: str) -> Marker | None:
     """The marker in the file ``name``; None if the file does not exist."""
     try:
-        return parse_marker(storage.get(name, limit=_LARGEST_MARKER), save_id)
+        marker = parse_marker(storage.get(name, limit=_LARGEST_MARKER), save_id)
     except FileNotFoundError:
         return None
     except CorruptCheckpoint:
-        return parse_marker(b"", save_id)
+        marker = parse_marker(b"", save_id)
+    if marker.time:
+        return marker
+    # It is damaged, and its save may run.
+    return replace(marker, time=storage.modified(name) or time.time())
 
 
 def markers(storage: Storage) -> list[Marker]:

@@ -42,7 +42,7 @@ _NOT_COPIED = (
 _TEMPLATES = "additional_chat_templates"
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _NESTED_CONFIGS = ("text_config", "llm_config", "language_config")
-_LAYER = re.compile(r"((?:.*?\.)?(?:layers?|h|blocks?)\.)(\d+)\.")
+_LAYER = re.compile(r"((?:.*?\.)?(?:layers?|h|blocks?)\.)(\d{1,9})\.")
 
 
 class ExportOptions(TypedDict, total=False):
@@ -167,7 +167,7 @@ def _stored_files(
             files[name] = data
     try:
         return files, dict(json.loads(files["config.json"]))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{source}: its config.json: {error}") from error
 
 
@@ -192,7 +192,7 @@ def _read_config(
             settings = json.loads((folder / "config.json").read_bytes())
             for path in _files_to_copy(folder):
                 files[str(path.relative_to(folder))] = path.read_bytes()
-    except (OSError, LookupError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise StorageError(
             f"{folder}: the files of the model cannot be read: {error}. Give a directory that has "
             "a config.json, or the content of config.json as a dict"

@@ -366,7 +366,9 @@ class Links:
 
     def _lose(self, link: Link, error: Exception) -> None:
         del self._links[link.rank]
-        self._arrivals.pop((link.rank, LINK, 0, 0), None)
+        greeted = self._arrival((link.rank, LINK, 0, 0))
+        if greeted.done():  # else a step waits for it, and for the next connection
+            del self._arrivals[link.rank, LINK, 0, 0]
         word = ENDED
         if isinstance(error, (EOFError, ConnectionError)):
             self._ended[link.rank] = word, time.monotonic()

@@ -141,7 +141,8 @@ def _describe(value: Any, buffers: list[Any]) -> Any:
         array = np.asarray(value)
         if _DTYPE.fullmatch(array.dtype.str):
             buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-            return ["a", array.dtype.str, *array.shape]
+            tag = "a" if kind is np.ndarray else "n"
+            return [tag, array.dtype.str, *array.shape]
     if kind is type and value in _ERRORS.values():
         return ["e", value.__name__]
     if kind in _ERRORS.values():
@@ -205,6 +206,8 @@ def _make(described: Any, buffers: Iterator[memoryview]) -> Any:
         return bytes(next(buffers))
     if tag == "a":
         return _array(next(buffers), *values)
+    if tag == "n":
+        return _array(next(buffers), *values)[()]
     if tag == "e":
         return _ERRORS[values[0]]
     if tag == "r":
@@ -221,7 +224,7 @@ def _array(buffer: memoryview, dtype: str, *shape: int) -> Any:
     if array.nbytes != len(buffer):
         raise ValueError(f"an array of {len(buffer)} bytes has the shape {shape}")
     # A copy, which is aligned, and does not keep the message.
-    return array.copy() if shape else array[()]
+    return array.copy()
 
 
 @cache
@@ -229,7 +232,8 @@ def _torch_value(name: str) -> Any:
     """A dtype, layout or memory format."""
     import torch
 
-    found = getattr(torch, name.removeprefix("torch."))
+    # Not getattr: torch imports some of its modules when they are asked for.
+    found = vars(torch)[name.removeprefix("torch.")]
     if not isinstance(found, torch.dtype | torch.layout | torch.memory_format):
         raise ValueError(f"{name} is no value")
     return found

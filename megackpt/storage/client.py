@@ -43,7 +43,7 @@ _ANSWER = re.compile(
     r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<]*)</Message>"
 )
 """The XML in which S3, Google and Azure describe an error."""
-_TRUNCATED = re.compile("body|Requested .*, got")
+_TRUNCATED = re.compile(" body|Requested .*, got")
 _NO_BUCKET = frozenset(("NoSuchBucket", "ContainerNotFound"))
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _SETTINGS = ("AWS_", "GOOGLE_", "AZURE_")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megackpt
-from megackpt import limits
+from megackpt import ShardedObject, limits
 from megackpt.adapters.huggingface import (
     Fuse,
     Part,
@@ -30,6 +30,7 @@ from megackpt.errors import (
     BackendError,
     CheckpointExists,
     CheckpointingException,
+    CorruptCheckpoint,
     MismatchError,
     NotACheckpoint,
     SaveInProgress,
@@ -372,6 +373,40 @@ def test_exports_that_cannot_be_are_refused_before_they_begin(tmp_path: Path) ->
                 beside={name: b"mine"},
             )
     assert {path.name for path in tmp_path.iterdir()} == {"training", "file"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"config.json": b"[" * 100_000}, "config.json: maximum recursion"),
+        ({"config.json": b"{}", "../evil": b""}, "'../evil' of bytes is not a small"),
+        ({"config.json": b"{}", "a\0b": b""}, "is not a name of a file"),
+        ({"config.json": b"{}", "\ud800": b""}, "is not a name of a file"),
+    ],
+)
+def test_hostile_files_in_a_checkpoint_are_not_exported(
+    tmp_path: Path, stored: dict[str, bytes], said: str
+) -> None:
+    source = tmp_path / "training"
+    files = ShardedObject("files", stored, (1,), (0,), 0)
+    state = {"w": shard("model.w", torch.ones(4)), "files": files}
+    megackpt.save(state, source)
+    with pytest.raises(CorruptCheckpoint, match=said):
+        export_huggingface(source, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == [
+        "training"
+    ]
+
+
+def test_a_config_and_a_key_that_are_endless(tmp_path: Path) -> None:
+    source, config = tmp_path / "training", tmp_path / "config.json"
+    key = f"model.layers.{'9' * 5000}.w"
+    megackpt.save({"w": shard(key, torch.ones(4))}, source)
+    config.write_bytes(b"[" * 100_000)
+    with pytest.raises(StorageError, match="maximum recursion"):
+        export_huggingface(source, tmp_path / "out", config=config)
+    export_huggingface(source, tmp_path / "out", config={"num_hidden_layers": 1})
+    assert [*load_file(tmp_path / "out" / "model.safetensors")] == [key[6:]]
 
 
 def test_a_training_checkpoint_that_lacks_a_layer_is_not_exported(

@@ -7,6 +7,7 @@ import logging
 import random
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -139,8 +140,8 @@ def frames() -> list[bytes]:
 
 def flipped(data: bytes, dice: random.Random) -> bytes:
     changed = bytearray(data)
-    for _ in range(dice.randrange(1, 4)):
-        changed[dice.randrange(min(len(changed), 100))] ^= 1 << dice.randrange(8)
+    for at in dice.sample(range(min(len(changed), 100)), dice.randrange(1, 4)):
+        changed[at] ^= 1 << dice.randrange(8)
     return bytes(changed)
 
 
@@ -206,6 +207,25 @@ def test_damaged_greetings_end_their_connection(job: Job) -> None:
     job.meet()
     assert resident() - before < LARGEST_GROWTH
     assert not job.trees[0]._arrivals.keys() & {(2, messages.DATA, 5, 1)}
+
+
+def test_a_connection_that_ends_before_its_first_message_is_made_again(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, ended = messages.Link.receive, list[messages.Link]()
+
+    async def end(link: messages.Link) -> messages.Message:
+        if link.rank == 0 and len(ended) < 2:
+            ended.append(link)
+            link.shut()
+        return await receive(link)
+
+    monkeypatch.setattr(messages.Link, "receive", end)
+    for tree in job.trees[1:]:
+        tree._links[0].shut()
+    began = time.monotonic()
+    job.meet()
+    assert time.monotonic() - began < 20
 
 
 def test_messages_for_no_step_are_not_kept_without_end(

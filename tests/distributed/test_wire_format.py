@@ -63,6 +63,7 @@ ARRAYS = [
     np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     np.arange(10, dtype=np.int32)[::3],
     np.zeros((0, 5), np.uint8),
+    np.array(3.0),
     np.array([True, False]),
     np.array([1, 2], ">i8"),
     np.array(["text", None], object),
@@ -209,6 +210,13 @@ def text(words: str, *buffers: bytes) -> bytes:
 )
 def test_a_message_that_says_too_much_is_refused(message: bytes) -> None:
     refused(message)
+
+
+def test_a_message_imports_no_module_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    refused(text('["megackpt.distributed.wire_format._torch_value","_lazy"]'))
+    assert not asked
 
 
 def test_a_blob_of_an_untrusted_class_is_refused(tmp_path: Path) -> None:

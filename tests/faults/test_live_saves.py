@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import AsyncCallsQueue, ShardedTensor
+from megackpt import AsyncCallsQueue, SaveInProgress, ShardedTensor
+from megackpt.checkpoint import clear
 
 PROGRAM = """
 import builtins, os, sys
@@ -112,6 +113,23 @@ def check_kept(target: Path, do: str, before: list[str] | None = None) -> None:
     assert process.returncode == 0
     queue.close()
     assert megackpt.load_plain_tensors(target)["w"].tolist() == [1.0] * 10
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 100_000, bytes(2 << 20)])
+def test_a_save_whose_marker_is_damaged(target: Path, content: bytes) -> None:
+    """Nothing says since when it runs, so the time of the file does."""
+    with other(target, "wait") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (marker,) = target.parent.glob(".c.*/.megackpt-saving-*")
+        marker.write_bytes(content)
+        with pytest.raises(SaveInProgress):
+            clear(target)
+        assert marker.exists()
+        os.utime(marker, (1e9, 1e9))
+        clear(target)
+        assert not marker.exists()
+        process.communicate("\n", timeout=300)
 
 
 @pytest.mark.root

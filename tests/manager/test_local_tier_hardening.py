@@ -14,6 +14,7 @@ import torch
 
 from megackpt import (
     CheckpointManager,
+    CorruptCheckpoint,
     LocalTier,
     ShardedTensor,
     ShardedTensorFactory,
@@ -250,6 +251,19 @@ def test_names_that_are_not_pieces(tmp_path: Path) -> None:
     for name in ("rank_0_of_1000000000", "rank_01_of_2", "rank_7_of_2"):
         (step / name).mkdir()
     assert job.restore() == (11, "local")
+
+
+def test_a_link_in_the_place_of_the_runs_directory_is_refused(tmp_path: Path) -> None:
+    job = two_hosts(tmp_path)
+    job.train(10, 11)
+    (step,) = (tmp_path / "hosts" / "host0").glob("*/step_11_*")
+    others = tmp_path / "others"
+    (others / "thesis").mkdir(parents=True)
+    shutil.rmtree(step.parent)
+    step.parent.symlink_to(others)
+    with pytest.raises(CorruptCheckpoint, match="is not a directory"):
+        job.train(12)
+    assert [path.name for path in others.iterdir()] == ["thesis"]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,19 @@ def test_an_answer_that_is_too_short_is_an_error(
             work()
 
 
+def test_an_absent_answer_is_not_taken_for_a_short_one(
+    faulty: BucketStorage, line: Line
+) -> None:
+    line.fault = lambda _: "reset"
+    asked = []
+    for name in ("antigen", "antibody"):
+        before = line.asked("GET")
+        with pytest.raises(StorageError, match="cannot read"):
+            faulty.get(name)
+        asked.append(line.asked("GET") - before)
+    assert asked[0] == asked[1] > 0
+
+
 @pytest.mark.parametrize("how", [503, "reset", "swallow"])
 def test_nothing_is_lost_when_a_put_fails_or_its_answer_does(
     faulty: BucketStorage, line: Line, how: int | str

@@ -100,7 +100,7 @@ class HostPieces:
 
     def mark(self, name: str) -> None:
         """Leave a file of this name, which ``clear`` removes."""
-        LocalStorage(self.location, create=True).put(name, b"")
+        self._made().put(name, b"")
 
     def marks(self, prefix: str) -> set[str]:
         """The files that the ranks of this directory have left."""
@@ -109,21 +109,26 @@ class HostPieces:
 
     def clear(self, keep: Iterable[LocalSave]) -> None:
         """Remove everything but these saves, such as unfinished pieces."""
-        for path in self._superfluous(keep):
-            folder, name = os.path.split(path)
-            LocalStorage(folder).delete(name)
+        storage = self._made()
+        for name in _superfluous(storage, keep):
+            storage.delete(name)
 
     def free_bytes(self, keep: Iterable[LocalSave]) -> int:
         """The space in the file system as soon as everything but these saves is removed."""
-        LocalStorage(self.location, create=True)
+        names = _superfluous(self._made(), keep)
         space = os.statvfs(self.location)
-        removed = sum(map(_allocated, self._superfluous(keep)))
+        removed = sum(_allocated(f"{self.location}/{name}") for name in names)
         return space.f_bavail * space.f_frsize + removed
 
-    def _superfluous(self, keep: Iterable[LocalSave]) -> list[str]:
-        kept = {save.folder for save in keep}
-        entries = LocalStorage(self.location, create=True).list()
-        return [f"{self.location}/{entry}" for entry in entries if entry not in kept]
+    def _made(self) -> LocalStorage:
+        """The directory of the run, which is made.
+
+        Raises CorruptCheckpoint if it is a link, which may lead to files of others.
+        """
+        above, name = os.path.split(self.location)
+        tier = LocalStorage(above, create=True)
+        tier.make_folder(name)
+        return tier.folder(name)
 
     def describe(self, piece: Piece) -> PieceFiles:
         """The files of a piece that are sent."""
@@ -247,6 +252,12 @@ def _piece(folder: str, name: str) -> Piece | None:
         if piece.rank < piece.save.size and piece.name == f"{folder}/{name}":
             return piece
     return None
+
+
+def _superfluous(storage: LocalStorage, keep: Iterable[LocalSave]) -> list[str]:
+    """The entries that are none of these saves."""
+    kept = {save.folder for save in keep}
+    return [name for name in storage.list() if name not in kept]
 
 
 def _allocated(path: str) -> int:
