@@ -186,7 +186,7 @@ class StatefulObjects:
         """Declare what to load of a checkpoint. Raises MismatchError before any object changes."""
         common = values.get(COMMON_KEY, {})
         names = {*common, *(entry.key.split(".")[0] for entry in manifest.tensors)}
-        names.discard(PLACES)
+        names -= {PLACES, COMMON_KEY}
         for name, value in self._objects.items():
             is_asked = name in self._optimizers or any(tree.walk(declared[name]))
             may_lack = key_map is not None or isinstance(value, dict)
