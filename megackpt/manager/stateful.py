@@ -101,7 +101,7 @@ class StatefulObjects:
             if not isinstance(value, (HasState, dict)):
                 raise TypeError(
                     f"{name}={value!r} is neither an option nor an object with state_dict() and "
-                    "load_state_dict(), nor a dict; extra={...} takes other values"
+                    "load_state_dict(), nor a dict; extra={...} takes plain values"
                 )
             close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE)
             if isinstance(value, dict) and close:
