@@ -306,3 +306,14 @@ def test_verify_with_the_index_refused_raises(
             megackpt.verify(tmp_path / "c")
         assert isinstance(caught.value, StorageError)
         assert main(["verify", str(tmp_path / "c")]) == 6
+
+
+def test_a_folder_in_the_place_of_the_index(tmp_path: Path) -> None:
+    megackpt.save(state(), tmp_path / "c")
+    (tmp_path / "c" / "megackpt.index").unlink()
+    (tmp_path / "c" / "megackpt.index").mkdir()
+    report = megackpt.verify(tmp_path / "c")
+    assert not report.ok
+    assert "megackpt.index is not a regular file" in report.problems[0]
+    with pytest.raises(CorruptCheckpoint, match=r"index is not a regular file"):
+        megackpt.load(state(), tmp_path / "c")

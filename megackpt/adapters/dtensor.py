@@ -197,9 +197,9 @@ def _is_plain_list(node: Any) -> bool:
         if isinstance(item, list):
             if not _is_plain_list(item):
                 return False
-        elif isinstance(item, (dict, torch.Tensor, *DECLARED)) or shard_attributes(
-            item
-        ):
+        elif isinstance(
+            item, (dict, torch.Tensor, PerRank, *DECLARED)
+        ) or shard_attributes(item):
             return False
     return True
 

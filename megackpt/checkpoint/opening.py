@@ -348,7 +348,7 @@ def stored_manifest(
     storage: Storage, asked: Strategy | None = None
 ) -> tuple[Backend, Manifest, dict[str, tuple[int, bytes]]]:
     """The backend of the checkpoint, its manifest, and the small files in its index (unchecked)."""
-    if not isinstance(storage, Committed) and storage.size(INDEX) is None:
+    if not isinstance(storage, Committed) and INDEX not in storage.list():
         backend = strategies.find_backend(storage, asked)
         return backend, by_its_own_account(backend, storage), {}
     try:

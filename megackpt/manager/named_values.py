@@ -100,7 +100,8 @@ def put_back(state: dict[Any, Any], names: Iterable[str]) -> None:
             key.removeprefix(above): key for key in values if key.startswith(above)
         }
         if keys:
-            joined(state, {name: tree.dict_list_map_outplace(place, keys)}, ())
+            placed = tree.dict_list_map_outplace(place, keys)
+            state[name] = joined(state.get(name), placed, (name,))
 
 
 def with_digests(

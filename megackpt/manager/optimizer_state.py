@@ -55,9 +55,10 @@ class NamedOptimizer:
         self._groups: list[list[str]] = []
         self._params: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
-            named = {names[id(param)]: param for param in group["params"]}
-            self._groups.append(list(named))
-            self._params.update(named)
+            # torch allows the same parameter twice in a group.
+            own = [names[id(param)] for param in group["params"]]
+            self._groups.append(own)
+            self._params.update(zip(own, group["params"], strict=True))
 
     def saved(self) -> dict[str, Any]:
         """What the optimizer holds. Raises ShardingError for what could not be given back."""
@@ -247,7 +248,11 @@ class NamedOptimizer:
 
 def is_loaded_in_place(value: Any) -> bool:
     """Whether it is an optimizer that keeps no more than torch's state and groups."""
-    return getattr(type(value), "load_state_dict", None) is Optimizer.load_state_dict
+    own = getattr(type(value), "load_state_dict", None)
+    hooks = (f"_optimizer_load_state_dict_{kind}_hooks" for kind in ("pre", "post"))
+    return own is Optimizer.load_state_dict and not any(
+        getattr(value, name, None) for name in hooks
+    )
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

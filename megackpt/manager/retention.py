@@ -59,8 +59,6 @@ def find_problems(path: str, advance: Advance | None = None) -> tuple[str, str]:
                 raise StorageError("; ".join(report.unread[:3]))
         opened = open_checkpoint(path)
         nonfinite = opened.manifest.nonfinite()
-        if not opened.manifest.save_id and INDEX in opened.storage.list():
-            return f"{INDEX} is not a regular file", nonfinite
         missing = shortfalls(opened.storage, opened.manifest)
         return "; ".join(map(str, missing[:3])), nonfinite
     except CheckpointReplaced:

@@ -101,7 +101,7 @@ class StatefulObjects:
             if not isinstance(value, (HasState, dict)):
                 raise TypeError(
                     f"{name}={value!r} is neither an option nor an object with state_dict() and "
-                    "load_state_dict(), nor a dict; extra={...} takes other values"
+                    "load_state_dict(), nor a dict; extra={...} takes plain values"
                 )
             close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE)
             if isinstance(value, dict) and close:
@@ -186,7 +186,7 @@ class StatefulObjects:
         """Declare what to load of a checkpoint. Raises MismatchError before any object changes."""
         common = values.get(COMMON_KEY, {})
         names = {*common, *(entry.key.split(".")[0] for entry in manifest.tensors)}
-        names.discard(PLACES)
+        names -= {PLACES, COMMON_KEY}
         for name, value in self._objects.items():
             is_asked = name in self._optimizers or any(tree.walk(declared[name]))
             may_lack = key_map is not None or isinstance(value, dict)

@@ -399,7 +399,7 @@ class PerRank:
 
     def __reduce__(self) -> str:
         raise TypeError(
-            "a PerRank is saved by megackpt.sharded(state), or by a manager"
+            "megackpt.sharded and a manager take a PerRank in dicts and lists, not in others"
         )
 
 

@@ -103,6 +103,19 @@ def test_tensors_that_are_asked_for_are_filled_and_the_others_come_too(
     assert found.state["extra"]["rng"].data_ptr() == rng.data_ptr()
 
 
+@pytest.mark.parametrize("saved", [torch.ones(2), PerRank(4), [PerRank(4), 5]])
+@pytest.mark.parametrize("asked", [{}, {"r": None}, {"r": PerRank(0)}, {"other": 1}])
+def test_values_that_are_alone_come_whatever_is_asked(
+    tmp_path: Path, saved: Any, asked: dict[str, Any]
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, extra={"r": saved})
+    found = manager.restore(extra=asked)
+    assert found is not None
+    value = {PerRank: 4, list: [4, 5]}.get(type(saved), saved)
+    assert is_same(found.state, {"extra": {"r": value}})
+
+
 @pytest.mark.parametrize("kind", [Average, WithDecay])
 def test_an_object_that_is_empty_in_a_new_process(
     tmp_path: Path, kind: type[Average]
@@ -223,8 +236,11 @@ def test_a_value_of_each_rank_without_a_manager(tmp_path: Path) -> None:
     megackpt.save(megackpt.sharded(state), tmp_path / "c")
     loaded = megackpt.load(megackpt.sharded(state), tmp_path / "c")
     assert loaded["rng"] == {"seed": 3}
-    with pytest.raises(ShardingError, match=r"at \['rng'\].*megackpt.sharded\(state\)"):
+    with pytest.raises(ShardingError, match=r"at \['rng'\].*megackpt.sharded"):
         megackpt.save(state, tmp_path / "d")
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(ShardingError, match=r"\['a'\]\[0\].*in dicts and lists"):
+        manager.save(1, extra={"a": (PerRank(1),)})
 
 
 def test_a_state_dict_that_declares_nothing_is_an_error(tmp_path: Path) -> None:

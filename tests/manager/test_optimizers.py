@@ -93,6 +93,46 @@ def test_frozen_and_shared_parameters(tmp_path: Path) -> None:
     assert new.also is new.a
 
 
+@pytest.mark.parametrize("made", [0, 2])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with dup")
+def test_a_parameter_that_is_twice_in_a_group(tmp_path: Path, made: int) -> None:
+    groups = [{"params": ["a", "b", "a"], "lr": 0.1}, {"params": ["c"], "lr": 0.2}]
+    pairs = []
+    for _ in range(2):
+        net = Net(NAMES)
+        pairs.append((net, optimizer_of("momentum", net, groups)))
+    (net, optimizer), (new, other) = pairs
+    steps(net, optimizer, "abc", range(made))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=net, optimizer=optimizer)
+        manager.restore(model=new, optimizer=other)
+    for pair in pairs:
+        steps(*pair, "abc", range(made, 5))
+    assert held(new, other) == held(net, optimizer)
+
+
+def test_hooks_of_an_optimizer_are_called(tmp_path: Path) -> None:
+    """torch's hooks may add to the state that is saved, and take it back."""
+    net = Net(NAMES)
+    optimizer = optimizer_of("AdamW", net, GROUPS)
+    steps(net, optimizer, NAMES, range(3))
+    optimizer.register_state_dict_post_hook(
+        lambda _, state: {**state, "mine": {"n": 3}}
+    )
+    new = Net(NAMES)
+    other = optimizer_of("AdamW", new, GROUPS)
+    called: list[Any] = []
+    other.register_load_state_dict_pre_hook(
+        lambda _, state: called.append(state["mine"])
+    )
+    other.register_load_state_dict_post_hook(lambda _: called.append("after"))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=net, optimizer=optimizer)
+        manager.restore(model=new, optimizer=other)
+    assert called == [{"n": 3}, "after"]
+    assert held(new, other) == held(net, optimizer)
+
+
 def test_lbfgs_is_refused_by_name_when_it_has_state(tmp_path: Path) -> None:
     net = Net(NAMES)
     optimizer = torch.optim.LBFGS(net.parameters())
