@@ -254,7 +254,8 @@ class Links:
 
     def _forget(self, call: int, except_kind: int | None = None) -> None:
         for key in tuple(self._arrivals):
-            if key[2] == call and key[1] != except_kind:
+            # Connections are of no call; a damaged message may name a call 0.
+            if key[2] == call and key[1] not in (LINK, except_kind):
                 _close_unused(self._arrivals.pop(key))
 
     # Connections.
