@@ -119,7 +119,7 @@ class NamedOptimizer:
         known = {name for group in groups for name in group["params"]}
         added = [name for name, before in stored.items() if before not in known]
         self.removed = sorted(known.difference(stored.values()), key=str)
-        if known and len(added) == len(stored):
+        if known and added and len(added) == len(stored):
             raise MismatchError(
                 f"{self.name}: the parameters {_listed(added)} were not in the optimizer that was "
                 f"saved, which had {_listed(self.removed)}. A key_map renames parameters"
@@ -157,14 +157,23 @@ class NamedOptimizer:
             name, place = split_key(key, self._params)
             put(state.setdefault(name, {}), place, tensor)
         before = [dict(group) for group in optimizer.param_groups]
-        groups = [{**g, **v} for g, v in zip(before, self.match.values, strict=True)]
+        groups = [
+            {**held, **values, "params": names}
+            for held, values, names in zip(
+                before, self.match.values, self._groups, strict=True
+            )
+        ]
+        loaded = {**self._rest, "state": state, "param_groups": groups}
         if not is_loaded_in_place(optimizer):
             numbers = {name: number for number, name in enumerate(self._params)}
-            for group, names in zip(groups, self._groups, strict=True):
-                group["params"] = [numbers[name] for name in names]
-            numbered = {numbers[name]: values for name, values in state.items()}
-            given = {**self._rest, "state": numbered, "param_groups": groups}
-            optimizer.load_state_dict(given)
+            numbered = [
+                {**group, "params": [numbers[name] for name in group["params"]]}
+                for group in groups
+            ]
+            by_number = {numbers[name]: values for name, values in state.items()}
+            optimizer.load_state_dict(
+                loaded | {"state": by_number, "param_groups": numbered}
+            )
         else:
             # In place, as an optimizer that wraps this one may share both. torch's own method
             # would convert the state to the dtypes of the parameters.
@@ -176,9 +185,7 @@ class NamedOptimizer:
         ):
             for key, value in values.items():
                 group[key] = _in_place(held.get(key), value)
-        for group, names in zip(groups, self._groups, strict=True):
-            group["params"] = names
-        return {**self._rest, "state": state, "param_groups": groups}
+        return loaded
 
     def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
         if stored is None and groups:
@@ -246,8 +253,12 @@ class NamedOptimizer:
 
 
 def is_loaded_in_place(value: Any) -> bool:
-    """Whether it is an optimizer that keeps no more than torch's state and groups."""
-    return getattr(type(value), "load_state_dict", None) is Optimizer.load_state_dict
+    """Whether it is an optimizer that torch's own method loads, without hooks."""
+    own = getattr(type(value), "load_state_dict", None)
+    return own is Optimizer.load_state_dict and not any(
+        getattr(value, f"_optimizer_load_state_dict_{when}_hooks", None)
+        for when in ("pre", "post")
+    )
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
