@@ -48,7 +48,6 @@ from megackpt.loader.comparison import (
 )
 from megackpt.loader.exchange import exchange
 from megackpt.loader.row_reader import (
-    common_row,
     read,
     read_rows,
     target_of,
@@ -59,6 +58,7 @@ from megackpt.planning.box import Box, Int64
 from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
+    COMMON_KEY,
     Declaration,
     Declarations,
     LoadPlan,
@@ -340,12 +340,13 @@ class _LoadOperation:
 
     def pickles(self, prefixes: tuple[str, ...]) -> dict[str, Any]:
         """The common state, and the objects whose keys begin with a prefix, by key."""
-        rows = [common_row(self.manifest)]
-        for key, meta in self.manifest.tensors:
-            if meta.is_object and key.startswith(prefixes):
-                shard = ShardId(key, Box.whole(meta.shape))
-                rows.append(Declarations.of([Declaration(shard, meta, 0, False, 0, 0)]))
-        wanted = Declarations.merge(rows)
+        wanted = Declarations.of(
+            [
+                Declaration(ShardId(key, Box.whole(meta.shape)), meta, 0, False, 0, 0)
+                for key, meta in self.manifest.tensors
+                if meta.is_object and (key == COMMON_KEY or key.startswith(prefixes))
+            ]
+        )
         values = read_rows(
             self.root,
             self.backend,

@@ -53,7 +53,7 @@ def match_groups(name: str, own: Sequence[Group], stored: Sequence[Group]) -> Ma
     for group in own:
         found = sorted({holder[n] for n in group["params"] if n in holder})
         if empty and not group["params"]:
-            found = [max(empty, key=lambda i: len(_alike(values[i], group)))]
+            found = [max(empty, key=lambda i: _count_alike(values[i], group))]
             empty.remove(found[0])
         parts.update(found)
         match.sources.append(found[0] if found else None)
@@ -61,8 +61,11 @@ def match_groups(name: str, own: Sequence[Group], stored: Sequence[Group]) -> Ma
         match.values.append(copy.deepcopy(values[found[0]]) if found else {})
         if len(found) > 1:
             keys = dict.fromkeys(key for i in found for key in values[i])
-            alike = [set(_alike(values[i], values[found[0]])) for i in found]
-            differing = [key for key in keys if key not in set.intersection(*alike)]
+            differing = [
+                key
+                for key in keys
+                if not tree.are_alike([values[i].get(key, match) for i in found])
+            ]
             text = "; ".join(_describe(i, stored[i], differing) for i in found)
             (problems if differing else match.changes).append(
                 f"one group was several: {text}"
@@ -97,9 +100,8 @@ def in_order(state: Any, own: Any, sources: Sequence[int | None]) -> Any:
     return result
 
 
-def _alike(group: Group, other: Group) -> list[str]:
-    """The hyperparameters of a group that another one has, too."""
-    return [k for k, v in group.items() if k in other and tree.are_alike([v, other[k]])]
+def _count_alike(group: Group, other: Group) -> int:
+    return sum(tree.are_alike([group[k], other[k]]) for k in group.keys() & other)
 
 
 def _describe(number: int, group: Group, keys: Sequence[str] = ()) -> str:

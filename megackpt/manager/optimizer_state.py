@@ -120,7 +120,7 @@ class NamedOptimizer:
         known = {name for group in groups for name in group["params"]}
         added = [name for name, before in stored.items() if before not in known]
         self.removed = sorted(known.difference(stored.values()), key=str)
-        if known and len(added) == len(stored):
+        if known and added and len(added) == len(stored):
             raise MismatchError(
                 f"{self.name}: the parameters {_listed(added)} were not in the optimizer that was "
                 f"saved, which had {_listed(self.removed)}. A key_map renames parameters"
@@ -158,14 +158,23 @@ class NamedOptimizer:
             name, place = split_key(key, self._params)
             put(state.setdefault(name, {}), place, tensor)
         before = [dict(group) for group in optimizer.param_groups]
-        groups = [{**g, **v} for g, v in zip(before, self.match.values, strict=True)]
+        groups = [
+            {**held, **values, "params": names}
+            for held, values, names in zip(
+                before, self.match.values, self._groups, strict=True
+            )
+        ]
+        loaded = {**self._rest, "state": state, "param_groups": groups}
         if not is_loaded_in_place(optimizer):
             numbers = {name: number for number, name in enumerate(self._params)}
-            for group, names in zip(groups, self._groups, strict=True):
-                group["params"] = [numbers[name] for name in names]
-            numbered = {numbers[name]: values for name, values in state.items()}
-            given = {**self._rest, "state": numbered, "param_groups": groups}
-            optimizer.load_state_dict(given)
+            numbered = [
+                {**group, "params": [numbers[name] for name in group["params"]]}
+                for group in groups
+            ]
+            by_number = {numbers[name]: values for name, values in state.items()}
+            optimizer.load_state_dict(
+                loaded | {"state": by_number, "param_groups": numbered}
+            )
         else:
             # In place, as an optimizer that wraps this one may share both. torch's own method
             # would convert the state to the dtypes of the parameters.
@@ -177,9 +186,7 @@ class NamedOptimizer:
         ):
             for key, value in values.items():
                 group[key] = _in_place(held.get(key), value)
-        for group, names in zip(groups, self._groups, strict=True):
-            group["params"] = names
-        return {**self._rest, "state": state, "param_groups": groups}
+        return loaded
 
     def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
         if stored is None and groups:

@@ -61,6 +61,8 @@ logger = logging.getLogger("megackpt.saver")
 
 _NO_PLAN = -(2**63) + 1
 """The vote of a rank that cannot reuse a plan: no other vote agrees with it."""
+_ABSTAINS = 2**63 - 1
+"""It is never the lowest."""
 _named_classes: set[str] = set()  # classes to trust that a warning has named
 
 
@@ -259,21 +261,21 @@ def _all_ranks_reuse(
     audit.
     """
     votes = [_NO_PLAN] * 6
-    turn = 2**63 - 1  # never the lowest
+    turn = _ABSTAINS
     if group.is_coordinator:
         known = declared.value.fingerprint if declared.value is not None else None
         turn = cache_of(group.identity).turn(known)
     if cached is not None and started.error is None:
         request = declared.get()
-        number = digest_number(cached.save_id.encode() + os.fsencode(request.directory))
-        groups = request.group_votes(may_abstain=not group.is_coordinator)
-        views: list[int] | None = [0, 0]
-        if cached.differed:
-            views = [2**63 - 1] * 2  # never the lowest
-        elif request.checked and group.size > 1:
-            views = attempt(request.view_votes).value
-        if views is not None:
-            votes = [number, -number, *groups, *views]
+        view = Attempt[int | None](None if cached.differed else 0)
+        if request.checked and group.size > 1 and not cached.differed:
+            view = attempt(request.view_number)
+        if view.error is None:
+            place = cached.save_id.encode() + os.fsencode(request.directory)
+            groups = request.group_number(may_abstain=not group.is_coordinator)
+            votes = []
+            for number in (digest_number(place), groups, view.value):
+                votes += [_ABSTAINS] * 2 if number is None else [number, -number]
     # The lowest of t and the lowest of -t are opposites exactly if all t are equal.
     *lowest, turn = group.lowest([*votes, turn])
     numbers, negatives = lowest[::2], lowest[1::2]

@@ -207,23 +207,21 @@ class SaveRequest:
                 left -= len(blob)
                 self.blobs.update(dict.fromkeys(same_blob, blob))
 
-    def group_votes(self, *, may_abstain: bool) -> list[int]:
-        """A number and its negative, alike on ranks whose parameter groups are alike.
+    def group_number(self, *, may_abstain: bool) -> int | None:
+        """The same on ranks with equal parameter groups.
 
-        A rank without a parameter of any group may abstain: its numbers are never the lowest.
+        None on a rank without a parameter of any group, which may abstain.
         """
         if may_abstain and not any(group.needed for group in self.groups.values()):
-            return [2**63 - 1] * 2
+            return None
         texts = sorted(
             (name, sorted(group.texts.items())) for name, group in self.groups.items()
         )
-        number = digest_number(repr(texts).encode())
-        return [number, -number]
+        return digest_number(repr(texts).encode())
 
-    def view_votes(self) -> list[int]:
-        """A number and its negative: the same on ranks with equal views of the common state."""
-        number = digest_number(pickled(COMMON, self.compared))
-        return [number, -number]
+    def view_number(self) -> int:
+        """The same on ranks with equal views of the common state."""
+        return digest_number(pickled(COMMON, self.compared))
 
     def needed_groups(self) -> dict[str, HeldGroup]:
         """The groups with parameters on this rank; their values, if small enough to send."""

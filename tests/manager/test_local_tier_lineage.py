@@ -81,6 +81,22 @@ def test_a_save_that_was_not_complete_gives_nothing_up(job: Job) -> None:
     assert job.restore() == (14, "local")
 
 
+def test_a_job_that_was_set_back_and_saved_nothing_gives_nothing_up(job: Job) -> None:
+    """Steps after the one that was asked for are in the storage when the next save fails."""
+    job.options["every"] = 5
+    job.train(10, 20, 25)
+    job.options["every"] = 1000
+    job.interval = 11
+    in_the_way = job.folder / "run" / "iter_0000011"
+    in_the_way.touch()
+    with pytest.raises(Exception, match="iter_0000011"):
+        job.continue_from(10, 11)
+    in_the_way.unlink()
+    assert job.restore() == (25, "local")
+    job.continue_from(10, 11)
+    assert job.restore() == (20, "storage")
+
+
 @pytest.mark.parametrize("damage", ["other", "long", "folder", "missing"])
 @pytest.mark.parametrize("both", [False, True])
 def test_damage_of_the_file_that_says_which_steps_count(

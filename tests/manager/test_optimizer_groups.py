@@ -270,6 +270,18 @@ def test_a_key_map_renames_the_parameters_of_an_optimizer(
     assert [group["lr"] for group in renamed["groups"]] == [0.25, 0.5]
 
 
+def test_an_optimizer_from_which_all_parameters_were_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [{"params": list("ab"), "lr": 0.5}]
+    net, new = saved_and_new(tmp_path, groups, [{"params": [], "lr": 0.25}])
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore(model=net, optimizer=new)
+    [record] = caplog.records
+    assert "parameters were removed: 'a', 'b'" in record.getMessage()
+    assert new.param_groups[0]["lr"] == 0.25
+
+
 def test_no_common_parameter_is_an_error(tmp_path: Path) -> None:
     net, new = saved_and_new(tmp_path, [{"params": list("ab")}], [{"params": ["c"]}])
     with (

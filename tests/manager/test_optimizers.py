@@ -212,6 +212,24 @@ def test_half_precision_keeps_the_dtype_of_each_value(tmp_path: Path) -> None:
     assert held(new, other) == held(net, optimizer)
 
 
+def test_the_hooks_of_a_load_are_called(tmp_path: Path) -> None:
+    net = Net(NAMES)
+    optimizer = optimizer_of("AdamW", net, GROUPS)
+    steps(net, optimizer, NAMES, range(2))
+    before = held(net, optimizer)
+    called: list[Any] = []
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=net, optimizer=optimizer)
+        new_net = Net(NAMES)
+        new = optimizer_of("AdamW", new_net, GROUPS)
+        new.register_load_state_dict_pre_hook(lambda _, state: called.append(state))
+        new.register_load_state_dict_post_hook(called.append)
+        manager.restore(model=new_net, optimizer=new)
+    assert called[0]["param_groups"][0]["lr"] == 0.1
+    assert called[1:] == [new]
+    assert held(new_net, new) == before
+
+
 @pytest.mark.parametrize("kind", ["Adam", "momentum", "SparseAdam"])
 def test_a_step_that_torch_dcp_has_written(tmp_path: Path, kind: str) -> None:
     import torch.distributed.checkpoint as dcp

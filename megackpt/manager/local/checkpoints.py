@@ -75,11 +75,19 @@ class LocalCheckpoints:
         """
         if step % self._tier.every == 0:
             line = self._begin_line(step)
-            saves = self._get_saves()
+            if self._saves is None:
+                self._saves = LocalSaves(
+                    self._tier,
+                    self._pieces,
+                    self._strategy,
+                    self._process_group,
+                    self._timeout,
+                    self._queue,
+                )
             if not line.is_begun:
-                saves.begin(self._found(line))
+                self._saves.begin(self._found(line))
                 line.is_begun = True
-            saves.save(step, state, asynchronous, options, line)
+            self._saves.save(step, state, asynchronous, options, line)
 
     def before_storage(self, step: int) -> None:
         """A save of this step in the storage begins. Collective.
@@ -143,15 +151,3 @@ class LocalCheckpoints:
         """Finalize the running save (collective), or drop it (not collective)."""
         if self._saves is not None:
             self._saves.close(abort)
-
-    def _get_saves(self) -> LocalSaves:
-        if self._saves is None:
-            self._saves = LocalSaves(
-                self._tier,
-                self._pieces,
-                self._strategy,
-                self._process_group,
-                self._timeout,
-                self._queue,
-            )
-        return self._saves

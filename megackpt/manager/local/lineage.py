@@ -60,7 +60,9 @@ class Line:
         """
         with self._lock:
             if not self._is_written:
-                _write(self._root, lines=self.former, first=first, then=self._left)
+                before = _saved(self._root, first)
+                table = {"lines": self.former, "then": self._left}
+                _write(self._root, **table, first=first, before=before)
 
     def write(self) -> None:
         """A local save is complete: the line counts, steps that it left do not. On rank 0."""
@@ -69,7 +71,7 @@ class Line:
             self._is_written = True
 
 
-def _write(root: str, **table: int | Lines) -> None:
+def _write(root: str, **table: float | Lines) -> None:
     body = json.dumps(table).encode()
     storage = root_at(root, create=True)
     # The copy first: what a reader finds in the file is in both.
@@ -95,7 +97,15 @@ def read_lines(root: str) -> Lines:
                 logger.warning(text, error, _FILES[1])
                 continue
             table = json.loads(body)
-            newest = list_run(root).latest if "first" in table else None
-            is_kept = newest is not None and (newest.step or 0) >= table["first"]
+            is_kept = (
+                "first" in table and _saved(root, table["first"]) > table["before"]
+            )
             return dict(table["then" if is_kept else "lines"])
     return {}
+
+
+def _saved(root: str, first: int) -> float:
+    """When the last of the complete steps from ``first`` on was saved; 0 if there is none."""
+    steps = list_run(root).steps
+    times = [s.saved for s in steps if s.complete and first <= (s.step or 0)]
+    return max(times, default=0.0)
