@@ -102,7 +102,7 @@ def test_a_module_says_what_belongs_in_it(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_sizes(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= 500, f"{name(path)} has {lines} lines: make it a package"
+    assert lines <= 800, f"{name(path)} has {lines} lines: make it a package"
     long = [
         f"{name(path)}:{node.lineno}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
         for node in ast.walk(tree(path))
