@@ -8,10 +8,8 @@ from megackpt.async_save.request import (
     Pending as Pending,
 )
 from megackpt.async_save.task import (
-    Advance as Advance,
     Task as Task,
     ThreadWorker as ThreadWorker,
     Work as Work,
     Worker as Worker,
-    within as within,
 )

@@ -17,6 +17,7 @@ from megackpt.checkpoint.opening import (
     open_same as open_same,
 )
 from megackpt.checkpoint.transaction import (
+    SaveSession as SaveSession,
     Transaction as Transaction,
     Writing as Writing,
     begin as begin,

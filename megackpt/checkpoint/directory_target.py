@@ -167,22 +167,26 @@ class DirectoryTarget(SiblingDirectories):
         self.outer.rename(taken, staging)
         return True
 
-    def staging_folder(self, save_id: str) -> LocalStorage:
+    def staging_folder(
+        self, save_id: str, moved: Callable[[], object] = int
+    ) -> LocalStorage:
         with self._others_meanwhile():
-            return self.outer.folder(staging_name(self.name, save_id))
+            return self.outer.folder(staging_name(self.name, save_id), moved)
 
     def holds(self, save_id: str) -> bool:
         """Is the directory of this save where it was made?"""
         marker = f"{staging_name(self.name, save_id)}/{PREFIX}{save_id}"
         return self.outer.size(marker) is not None
 
-    def staging(self, save_id: str) -> LocalStorage:
+    def staging(
+        self, save_id: str, moved: Callable[[], object] = int, direct: bool = False
+    ) -> LocalStorage:
         """Where the ranks write. StorageError where this host does not see it."""
         path = os.path.join(self.outer.location, staging_name(self.name, save_id))
         for pause in _PAUSES:
             time.sleep(pause)
             try:
-                storage = LocalStorage(path)
+                storage = LocalStorage(path, moved=moved, direct=direct)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             if f"{PREFIX}{save_id}" in storage.list():

@@ -104,8 +104,10 @@ class ObjectTarget:
     ) -> None:
         """Nothing to refuse: a save has a folder of its own, so no name is taken."""
 
-    def staging_folder(self, save_id: str) -> BucketStorage:
-        return self.outer.folder(save_folder(save_id))
+    def staging_folder(
+        self, save_id: str, moved: Callable[[], object] = int
+    ) -> BucketStorage:
+        return self.outer.folder(save_folder(save_id), moved)
 
     def holds(self, save_id: str) -> bool:
         """Is the marker of this save where it was put?"""
@@ -157,15 +159,23 @@ class ObjectTarget:
                 self.outer.delete(folder)
         return alive
 
-    def staging(self, save_id: str) -> Storage:
-        """Where the ranks write. StorageError where this rank does not see it."""
+    def staging(
+        self,
+        save_id: str,
+        moved: Callable[[], object] = int,
+        direct: bool = False,  # noqa: ARG002
+    ) -> Storage:
+        """Where the ranks write. StorageError where this rank does not see it.
+
+        ``direct`` has no effect: no page cache is in the way to an object store.
+        """
         if not self.holds(save_id):
             raise StorageError(
                 f"the save {save_id}, which the coordinator began in {self.location}, "
                 f"is not visible from here: do all ranks reach the same store "
                 f"(AWS_ENDPOINT_URL, region, account)?"
             )
-        return self.staging_folder(save_id)
+        return self.staging_folder(save_id, moved)
 
     def publish(
         self,

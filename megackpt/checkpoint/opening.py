@@ -88,7 +88,10 @@ def absolute(directory: Directory) -> str:
 
 
 def open_checkpoint(
-    directory: Directory, asked: Strategy | None = None, every_table: bool = True
+    directory: Directory,
+    asked: Strategy | None = None,
+    every_table: bool = True,
+    moved: Callable[[], object] = int,
 ) -> Opened:
     """Open a complete checkpoint and read its manifest.
 
@@ -113,6 +116,7 @@ def open_checkpoint(
         lambda storage: _read(storage, asked, every_table),
         lambda opened: bool(opened.manifest.save_id),
         asked,
+        moved,
     )
 
 
@@ -121,6 +125,7 @@ def unreplaced(
     look: Callable[[Storage], T],
     sure: Callable[[T], bool],
     asked: Strategy | None = None,
+    moved: Callable[[], object] = int,
 ) -> T:
     """The result of ``look`` at a checkpoint.
 
@@ -129,7 +134,7 @@ def unreplaced(
     """
     failed: Exception | None = None
     for _ in range(_ATTEMPTS):
-        storage = find_storage(directory, asked)
+        storage = find_storage(directory, asked, moved=moved)
         try:
             found = look(storage)
         except (CheckpointingException, FileNotFoundError) as error:
@@ -145,7 +150,10 @@ def unreplaced(
 
 
 def open_same(
-    directory: Directory, save_id: str, asked: Strategy | None = None
+    directory: Directory,
+    save_id: str,
+    asked: Strategy | None = None,
+    moved: Callable[[], object] = int,
 ) -> Storage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
@@ -153,7 +161,7 @@ def open_same(
     another checkpoint, NotACheckpoint if this host sees none.
     """
     try:
-        storage = find_storage(directory, asked)
+        storage = find_storage(directory, asked, moved=moved)
     except NotACheckpoint as error:
         raise NotACheckpoint(
             f"{error}; but rank 0 has opened a checkpoint there, which cannot be seen on host "
@@ -175,25 +183,28 @@ def open_same(
 
 
 def find_storage(
-    directory: Directory, asked: Strategy | None = None, hint: bool = True
+    directory: Directory,
+    asked: Strategy | None = None,
+    hint: bool = True,
+    moved: Callable[[], object] = int,
 ) -> Storage:
     """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
-    With a ``hint``, the error names checkpoints nearby that may be meant.
+    With a ``hint``, the error names checkpoints nearby that may be meant. ``moved``: see Storage.
     It may be the old checkpoint that an interrupted replacement renamed away. In an object store:
     the save that the record names, else a checkpoint that was uploaded without a record.
     """
     where = absolute(directory)
     if is_url(where):
-        return _in_bucket(where, asked)
+        return _in_bucket(where, asked, moved)
     target = os.path.realpath(where)
     for _ in range(_ATTEMPTS):
         storage: LocalStorage | None = None
         try:
-            kind: type[LocalStorage] = LocalStorage
             if os.path.isfile(target):
-                kind = SingleFile
-            storage = kind(target)
+                storage = SingleFile(target, moved)
+            else:
+                storage = LocalStorage(target, moved=moved)
             reason = incomplete(storage, asked=asked)
             name = os.path.basename(target)
             if isinstance(storage, SingleFile) and name in (CONFIG, ".metadata"):
@@ -212,7 +223,7 @@ def find_storage(
             return storage
         if storage is not None and not storage.is_current():
             continue  # a save has just replaced it and removes the old files
-        if aside := set_aside(target):
+        if aside := set_aside(target, moved):
             return aside
         if storage is not None and storage.size(INDEX) is not None:
             return storage  # opening it reports the file that is missing
@@ -224,11 +235,13 @@ def find_storage(
     )
 
 
-def _in_bucket(url: str, asked: Strategy | None) -> Storage:
-    outer = BucketStorage(url)
+def _in_bucket(
+    url: str, asked: Strategy | None, moved: Callable[[], object]
+) -> Storage:
+    outer = BucketStorage(url, moved)
     record, _ = read_record(outer)
     if record is not None:
-        return Committed(url, record)
+        return Committed(url, record, moved)
     names = outer.list()
     if not names:
         above, _, name = url.rpartition("/")
@@ -325,7 +338,7 @@ def _progress(marker: Marker) -> str:
     return f"{marker} died before it was complete"
 
 
-def set_aside(target: str) -> LocalStorage | None:
+def set_aside(target: str, moved: Callable[[], object] = int) -> LocalStorage | None:
     """The checkpoint that a save on a file system without exchange has renamed away.
 
     It is there for a moment, or until the next save if that save died.
@@ -336,7 +349,7 @@ def set_aside(target: str) -> LocalStorage | None:
         for entry, save_id, suffix in siblings(outer, name):
             if suffix != ASIDE or outer.stat(f"{name}/{PREFIX}{save_id}") is not None:
                 continue
-            storage = outer.folder(entry)
+            storage = outer.folder(entry, moved)
             if incomplete(storage) is None:
                 return storage
     except (FileNotFoundError, NotADirectoryError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megackpt.checkpoint.index import INDEX
@@ -106,8 +107,10 @@ def read_record(outer: BucketStorage) -> tuple[Record | None, Version | None]:
 class Committed(BucketStorage):
     """The files of the save that a record names, known by the URL of the record."""
 
-    def __init__(self, url: str, record: Record) -> None:
-        super().__init__(f"{url}/{save_folder(record.save_id)}")
+    def __init__(
+        self, url: str, record: Record, moved: Callable[[], object] = int
+    ) -> None:
+        super().__init__(f"{url}/{save_folder(record.save_id)}", moved)
         self._outer = url
         self.record = record
 

@@ -33,7 +33,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
+from typing import ParamSpec, TypeVar, cast
 from uuid import uuid4
 
 from megackpt import events, limits
@@ -62,7 +64,10 @@ from megackpt.errors import (
 from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.progress import CountedSource
-from megackpt.storage import Storage, digest, is_url
+from megackpt.storage import Executor, Storage, digest, is_url
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FIRST_PAUSE = 0.05  # seconds; each further one is twice as long
 
@@ -99,6 +104,7 @@ class Transaction:
         *,
         overwrite: bool = True,
         resume: bool = False,
+        moved: Callable[[], object] = int,
     ) -> None:
         self.target = target
         self.save_id = save_id
@@ -119,7 +125,7 @@ class Transaction:
         self._ended = weakref.finalize(self, _end, save_id, os.getpid())
         try:
             self.resumed = target.begin(self.marker, overwrite, resume)
-            self.storage: Storage = target.staging_folder(save_id)
+            self.storage: Storage = target.staging_folder(save_id, moved)
         except BaseException:
             self._ended()
             raise
@@ -335,12 +341,14 @@ def begin(
     overwrite: bool = True,
     resume: bool = False,
     indexed: bool = True,
+    moved: Callable[[], object] = int,
 ) -> Transaction:
     """Begin a save to this directory. No reader sees it before it is committed.
 
     It makes parent directories and follows a symbolic link. It removes leftovers of dead saves,
     except those of this id with ``resume``: then the save continues from them. One that will not be
-    ``indexed`` replaces nothing, as a later save could not know which files are its own.
+    ``indexed`` replaces nothing, as a later save could not know which files are its own. ``moved``
+    is that of the storage of the files (see Storage).
 
     Raises:
         CheckpointExists: a complete checkpoint is there, and it may not be replaced.
@@ -350,7 +358,9 @@ def begin(
     target = _target(directory, create=True)
     try:
         may_replace = overwrite and indexed
-        return Transaction(target, save_id, overwrite=may_replace, resume=resume)
+        return Transaction(
+            target, save_id, overwrite=may_replace, resume=resume, moved=moved
+        )
     except CheckpointExists as error:
         ways = "pass overwrite=True to replace it"
         if not indexed:
@@ -359,6 +369,94 @@ def begin(
                 "index replaces nothing"
             )
         raise CheckpointExists(f"{error}: save elsewhere, or {ways}") from None
+
+
+class SaveSession:
+    """The transaction of one save. Each of its steps is bounded: StorageError if the storage does
+    not answer.
+
+    A step that was given up may hang on. When the storage answers, it ends, and the transaction is
+    aborted on its thread. Until then this process does not touch the storage any more.
+
+    Args:
+        timeout: how long the storage may not answer in one step. None: for ever.
+        who: saves, for errors, such as "rank 0, host 'a'".
+    """
+
+    def __init__(
+        self, directory: Directory, timeout: timedelta | None, who: str
+    ) -> None:
+        self.transaction: Transaction | None = None
+        self.directory = directory
+        self._who = who
+        self._executor = Executor(timeout)
+
+    def begin(
+        self, save_id: str, *, overwrite: bool = True, indexed: bool = True
+    ) -> Transaction:
+        """See ``checkpoint.begin``."""
+
+        def work() -> Transaction:
+            # Set here: a step that hangs begins the transaction when it is given up already.
+            self.transaction = begin(
+                self.directory,
+                save_id=save_id,
+                overwrite=overwrite,
+                indexed=indexed,
+                moved=self._executor.alive,
+            )
+            return self.transaction
+
+        return self.call("begin", work)
+
+    def announce(self, names: Iterable[str]) -> None:
+        """See ``Transaction.announce``."""
+        self.call("begin", cast(Transaction, self.transaction).announce, names)
+
+    def commit(
+        self,
+        backend: Backend,
+        manifest: Manifest,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        """See ``Transaction.commit``. ``confirm`` waits for ranks, which has a bound of its own."""
+
+        def confirm_here() -> None:
+            self._executor.alive()  # raises if this commit was given up
+            with self._executor.waiting_for_ranks():
+                confirm()
+
+        begun = cast(Transaction, self.transaction)
+        self.call("commit", begun.commit, backend, manifest, confirm=confirm_here)
+        self.transaction = None
+
+    def call(
+        self, step: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Do a step in the storage, under a name for errors."""
+        name = f"{step} of the save to {self.directory} ({self._who})"
+        return self._executor.call(name, work, *args, **kwargs)
+
+    def end(self, others_may_write: bool = False) -> None:
+        """Abort the transaction unless it is committed. Its files stay if ranks may write them.
+
+        An error of the storage is logged: the next save removes the files.
+        """
+
+        def abort() -> None:
+            if self.transaction is not None:
+                self.transaction.abort()
+
+        if self._executor.gave_up is not None:
+            self._executor.afterwards(abort)
+        elif self.transaction is not None and others_may_write:
+            self.transaction.abandon()
+        elif self.transaction is not None:
+            try:
+                self.call("end", abort)
+            except CheckpointingException as error:
+                logger.warning("%s", error)
+        self._executor.close()
 
 
 def _target(
@@ -375,8 +473,15 @@ def _target(
 
 
 @contextmanager
-def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
+def staging_storage(
+    directory: Directory,
+    save_id: str,
+    moved: Callable[[], object] = int,
+    direct: bool = False,
+) -> Iterator[Storage]:
     """The storage into which any rank writes, after the coordinator began the save of this id.
+
+    ``moved``, ``direct``: see Storage.
 
     Raises:
         StorageError: it is not visible from this rank.
@@ -389,7 +494,7 @@ def staging_storage(directory: Directory, save_id: str) -> Iterator[Storage]:
             f"{error} on host {socket.gethostname()!r}: is it shared between all hosts?"
         ) from error
     try:
-        storage = target.staging(save_id)
+        storage = target.staging(save_id, moved, direct)
     except StorageError as error:
         # This process began it, so the directory is visible here unless it was taken over.
         if save_id in active:
@@ -418,10 +523,10 @@ class Writing:
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
         counted = CountedSource(self.source, advance)
-        with staging_storage(self.directory, self.save_id) as root:
-            root.moved = partial(advance, 0)
-            # Training continues meanwhile, and needs the page cache for its own files.
-            root.direct = isinstance(self.source, HostCopy)
+        moved = partial(advance, 0)
+        # Training continues meanwhile, and needs the page cache for its own files.
+        direct = isinstance(self.source, HostCopy)
+        with staging_storage(self.directory, self.save_id, moved, direct) as root:
             return self.backend.write(root, self.plan, counted)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
 from megackpt import events, serialization, strategies
-from megackpt.async_save import Advance, within
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import extension_keys
@@ -37,7 +37,7 @@ from megackpt.errors import (
 )
 from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import COMMON_KEY
-from megackpt.storage import Storage
+from megackpt.storage import Executor, Storage
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,12 @@ def verify(
         StorageError: the checkpoint cannot be opened, or the storage does not answer.
         BackendError: the format is unknown or needs a missing package.
     """
-    with events.operation("verify", directory) as running:
+    with (
+        events.operation("verify", directory) as running,
+        closing(Executor(timeout)) as executor,
+    ):
 
-        def verified(alive: Advance, storage: Storage) -> Report:
-            storage.moved = partial(alive, 0)
+        def verified(storage: Storage) -> Report:
             try:
                 with events.stage("open"):
                     backend, manifest, small = stored_manifest(storage)
@@ -131,7 +133,7 @@ def verify(
             with events.stage("read") as reading:
 
                 def moved(count: int) -> None:
-                    alive(0)
+                    executor.alive()
                     reading.advance(count)
                     advance(count)
 
@@ -141,11 +143,14 @@ def verify(
                 reading.done = report.bytes
                 return report
 
-        def work(alive: Advance) -> Report:
-            look = partial(verified, alive)
-            return unreplaced(directory, look, lambda report: report.ok)
-
-        report = within(timeout, f"verifying {directory}", work)
+        report: Report = executor.call(
+            f"verifying {directory}",
+            unreplaced,
+            directory,
+            verified,
+            lambda report: report.ok,
+            moved=executor.alive,
+        )
         running.bytes = report.bytes
         if report.problems:
             running.problem = f"{len(report.problems)} problems: {report.problems[0]}"

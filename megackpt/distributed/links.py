@@ -46,8 +46,8 @@ from megackpt.distributed.rendezvous import (
     StoreLost,
     connect,
 )
-from megackpt.distributed.waiting import warn, warn_after
 from megackpt.errors import name_ranks
+from megackpt.waiting import warn, warn_after
 
 logger = logging.getLogger("megackpt.distributed")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from megackpt import limits
 from megackpt.distributed.rendezvous import receive
-from megackpt.distributed.waiting import interval, warn_after
+from megackpt.waiting import interval, warn_after
 
 Payload = bytes | memoryview
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from megackpt import events, gc_pause
-from megackpt.async_save import within
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import (
     absolute,
@@ -69,7 +69,7 @@ from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_fl
 from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
-from megackpt.storage import Storage
+from megackpt.storage import Executor, Storage
 from megackpt.strategies import (
     Strategy,
     StrategyLike,
@@ -77,8 +77,6 @@ from megackpt.strategies import (
     loading,
     read_config,
 )
-
-T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.loader")
 
@@ -182,16 +180,17 @@ def load(
         group,
         gc_pause.paused(),
         events.operation("load", checkpoint_dir, group.rank, group.size),
+        closing(Executor(timeout)) as executor,
     ):
         for _ in range(ATTEMPTS - 1):
             try:
-                return _LoadOperation(group, request, timeout).run()
+                return _LoadOperation(group, request, executor).run()
             except CheckpointReplaced:
                 logger.warning(
                     "%s was replaced while it was being loaded: loading again",
                     checkpoint_dir,
                 )
-        return _LoadOperation(group, request, timeout).run()
+        return _LoadOperation(group, request, executor).run()
 
 
 def _own_load(given: StrategyLike, directory: str | Path) -> Callable[..., Any] | None:
@@ -233,11 +232,11 @@ class _LoadOperation:
     domains: Sequence[int] = ()  # on rank 0: ranks with equal numbers exchange
 
     def __init__(
-        self, group: Group, request: Attempt[LoadRequest], timeout: timedelta
+        self, group: Group, request: Attempt[LoadRequest], executor: Executor
     ) -> None:
         self.group = group
         self.attempt = request
-        self.timeout = timeout
+        self.executor = executor
 
     @property
     def request(self) -> LoadRequest:
@@ -280,8 +279,9 @@ class _LoadOperation:
         """On rank 0: the directory, and the manifest of the checkpoint in it."""
         request = self.request
         try:
-            manifest = self.on_storage(
-                lambda: open_checkpoint(request.directory, request.format).manifest
+            manifest = self.executor.call(
+                f"opening {self.place}",
+                lambda: open_checkpoint(request.directory, request.format).manifest,
             )
         except NotACheckpoint as error:
             if self.group.size == 1:
@@ -298,10 +298,6 @@ class _LoadOperation:
                 join_truncated(list(map(repr, manifest.differing)), 10),
             )
         return request.directory, manifest
-
-    def on_storage(self, work: Callable[[], T]) -> T:
-        """``work()``. StorageError if the storage does not answer."""
-        return within(self.timeout, f"opening {self.place}", lambda _: work())
 
     @property
     def place(self) -> str:
@@ -321,10 +317,12 @@ class _LoadOperation:
                 f"{request.directory}, on rank 0 {directory}"
             )
         # Opened first: all that is read through this handle belongs to one checkpoint.
-        self.backend, self.root = self.on_storage(self.reopen)
+        opening = f"opening {self.place}"
+        call = self.executor.call
+        self.backend, self.root = call(opening, self.reopen)
         if isinstance(request.state, StateOfStored):
             prefixes = request.state.prefixes
-            values = self.on_storage(lambda: self.pickles(prefixes))
+            values = call(opening, self.pickles, prefixes)
             request = request.declared(manifest, values)
             self.attempt = Attempt(request)
         self.compared = Comparison.of(request, manifest, self.group.rank)
@@ -353,6 +351,7 @@ class _LoadOperation:
             self.manifest,
             wanted,
             [None] * len(wanted),
+            self.executor,
             verify=self.request.verify,
             trusted=self.request.trusted,
         )
@@ -361,7 +360,9 @@ class _LoadOperation:
 
     def reopen(self) -> tuple[Backend, Storage]:
         request, manifest = self.request, self.manifest
-        root = open_same(request.directory, manifest.save_id, request.format)
+        root = open_same(
+            request.directory, manifest.save_id, request.format, self.executor.alive
+        )
         backend = backend_of(root, manifest, request.format)
         self.is_remote = root.is_remote()
         return backend, as_read_by(backend, root)
@@ -418,13 +419,13 @@ class _LoadOperation:
         compared = self.compared
         self.memory = target_of(compared.wanted, self.manifest, compared.tensors())
         read(
+            self.executor,
             self.root,
             self.backend,
             plan,
             self.memory,
             self.request.verify,
             self.place,
-            self.timeout,
         )
 
     def restore(self) -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megackpt.async_save import within
 from megackpt.checkpoint import Opened, find_storage, open_checkpoint
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.comparison import trusted_classes
 from megackpt.loader.row_reader import common_row, destination, read_rows, whole
 from megackpt.state import ShardedObject, ShardedTensor, declare
+from megackpt.storage import Executor
 from megackpt.strategies import (
     Strategy,
     StrategyAction,
@@ -42,17 +43,18 @@ def load_common_state_dict(
     ``{"__metadata__": notes}``. StorageError if the storage does not answer for ``timeout``.
     """
     classes = trusted_classes(trusted)
-    opened = _open(checkpoint_dir, sharded_strategy, timeout)
-    wanted = common_row(opened.manifest)
-    values = read_rows(
-        opened.storage,
-        opened.backend,
-        opened.manifest,
-        wanted,
-        [None] * len(wanted),
-        trusted=classes,
-        timeout=timeout,
-    )
+    with closing(Executor(timeout)) as executor:
+        opened = _open(checkpoint_dir, sharded_strategy, executor)
+        wanted = common_row(opened.manifest)
+        values = read_rows(
+            opened.storage,
+            opened.backend,
+            opened.manifest,
+            wanted,
+            [None] * len(wanted),
+            executor,
+            trusted=classes,
+        )
     if values:
         return dict(values[0])
     return {}
@@ -90,8 +92,8 @@ def load_tensors_metadata(
     ``load(..., validate_access_integrity=False)`` on every rank. StorageError if the storage does
     not answer for ``timeout``.
     """
-    opened = _open(checkpoint_dir, sharded_strategy, timeout)
-    entries = opened.manifest.tensors
+    with closing(Executor(timeout)) as executor:
+        entries = _open(checkpoint_dir, sharded_strategy, executor).manifest.tensors
     return {entry.key: whole(entry) for entry in entries if not entry.meta.is_object}
 
 
@@ -106,7 +108,8 @@ def load_sharded_metadata(
 
     None of them has data. StorageError if the storage does not answer for ``timeout``.
     """
-    manifest = _open(checkpoint_dir, sharded_strategy, timeout).manifest
+    with closing(Executor(timeout)) as executor:
+        manifest = _open(checkpoint_dir, sharded_strategy, executor).manifest
     found: CkptShardedMetadata = {}
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
         entry = manifest.tensors[number]
@@ -122,11 +125,13 @@ def load_sharded_metadata(
 
 
 def _open(
-    checkpoint_dir: str | Path, strategy: StrategyLike, timeout: timedelta
+    checkpoint_dir: str | Path, strategy: StrategyLike, executor: Executor
 ) -> Opened:
     asked = asked_format(strategy)
     name = f"opening {checkpoint_dir}"
-    return within(timeout, name, lambda _: open_checkpoint(checkpoint_dir, asked))
+    return executor.call(
+        name, open_checkpoint, checkpoint_dir, asked, moved=executor.alive
+    )
 
 
 def load_plain_tensors(
@@ -140,21 +145,23 @@ def load_plain_tensors(
 
     StorageError if the storage does not answer for ``timeout``.
     """
-    opened = _open(checkpoint_dir, sharded_strategy, timeout)
-    shards = [
-        whole(entry) for entry in opened.manifest.tensors if not entry.meta.is_object
-    ]
-    tensors = [destination(shard) for shard in shards]
-    wanted = declare(shards, rank=0)
-    read_rows(
-        opened.storage,
-        opened.backend,
-        opened.manifest,
-        wanted,
-        tensors,
-        verify=verify,
-        timeout=timeout,
-    )
+    with closing(Executor(timeout)) as executor:
+        opened = _open(checkpoint_dir, sharded_strategy, executor)
+        manifest = opened.manifest
+        shards = [
+            whole(entry) for entry in manifest.tensors if not entry.meta.is_object
+        ]
+        tensors = [destination(shard) for shard in shards]
+        wanted = declare(shards, rank=0)
+        read_rows(
+            opened.storage,
+            opened.backend,
+            manifest,
+            wanted,
+            tensors,
+            executor,
+            verify=verify,
+        )
     return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ import torch
 
 import megackpt.serialization.allowlist  # noqa: F401
 from megackpt import events, serialization
-from megackpt.async_save import Advance, Task
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import open_same
 from megackpt.errors import (
@@ -41,7 +38,7 @@ from megackpt.staging.devices import synchronize
 from megackpt.staging.progress import counted_target
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedTensor, dtype_named
-from megackpt.storage import Storage
+from megackpt.storage import Executor, Storage
 
 
 def read_rows(
@@ -50,30 +47,30 @@ def read_rows(
     manifest: Manifest,
     wanted: Declarations,
     tensors: Sequence[torch.Tensor | None],
+    executor: Executor,
     *,
     verify: bool = True,
     trusted: Sequence[type] = (),
-    timeout: timedelta | None = None,
 ) -> list[Any]:
     """Read every wanted row: into ``tensors[i]`` or, where that is None, as an object."""
     target = target_of(wanted, manifest, tensors)
     plan = plan_load(wanted, manifest)
-    read(root, backend, plan, target, verify, root.called, timeout)
+    read(executor, root, backend, plan, target, verify, root.called)
     return values_of(root, wanted, target, trusted)
 
 
 def read(
+    executor: Executor,
     root: Storage,
     backend: Backend,
     plan: LoadPlan,
     target: LoadTarget,
     verify: bool,
-    where: str = "",
-    timeout: timedelta | None = None,
+    where: str,
 ) -> None:
     """Carry out the plan. ``verify`` compares the bytes with the stored digests.
 
-    With a ``timeout``, StorageError names ``where`` if the storage does not answer.
+    StorageError names ``where`` if the storage does not answer.
     """
     tensors = target.tensors
     synchronize(tensors)
@@ -82,8 +79,7 @@ def read(
     todo = int(target.memory.nbytes[is_read].sum())
     into = counted_target(target, todo)
 
-    def work(advance: Advance) -> None:
-        root.moved = partial(advance, 0)
+    def work() -> None:
         try:
             backend.read(root, plan, into, verify)
         except (CheckpointingException, OSError) as error:
@@ -92,14 +88,15 @@ def read(
                 raise replaced from error
             raise
 
-    task = Task(work, f"reading {where}", timeout=timeout)
-    task.run()
-    if task.stuck:
+    try:
+        executor.call(f"reading {where}", work)
+    except StorageError as error:
+        if executor.gave_up is None:
+            raise
         raise StorageError(
-            f"{task.cancelled}. The tensors of this load must not be used: when the storage "
+            f"{error}. The tensors of this load must not be used: when the storage "
             "answers, reads that hang may still write to them. Load into others"
-        )
-    task.get()
+        ) from None
     synchronize(tensors)
     events.current().done = todo + sum(map(len, target.blobs.values()))
 

@@ -9,12 +9,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, within
+from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.checkpoint import absolute
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
@@ -48,7 +49,7 @@ from megackpt.manager.stateful import Savable, StatefulObjects
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
-from megackpt.storage import root_at
+from megackpt.storage import Advance, Executor, root_at
 from megackpt.strategies import StrategyLike
 
 logger = logging.getLogger("megackpt.manager")
@@ -279,7 +280,8 @@ class CheckpointManager(SaveDecisions):
         """
         name = f"listing the steps in {self.root}"
         try:
-            found = within(self._timeout, name, lambda _: list_run(self.root).steps)
+            with closing(Executor(self._timeout)) as executor:
+                found = executor.call(name, list_run, self.root).steps
         except NotACheckpoint:
             return ()
         saving = self._in_flight

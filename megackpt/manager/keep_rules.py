@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from megackpt.async_save import Advance
 from megackpt.backends import Backend
 from megackpt.errors import StorageError
-from megackpt.storage import Storage
+from megackpt.storage import Advance, Storage
 from megackpt.strategies import Strategy, StrategyLike
 
 METRICS = "megackpt_metrics.json"

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from megackpt.async_save import Advance
 from megackpt.checkpoint import INDEX, find_storage
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.errors import (
@@ -24,7 +23,7 @@ from megackpt.errors import (
 from megackpt.manager.retention import Retention, find_problems
 from megackpt.manager.run_directory import Run, RunDirectory, Step, list_run
 from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
-from megackpt.storage import root_at
+from megackpt.storage import Advance, root_at
 
 logger = logging.getLogger("megackpt.manager")
 

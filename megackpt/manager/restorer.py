@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from megackpt.async_save import Advance, Work, within
+from megackpt.async_save import Work
 from megackpt.distributed import Group, GroupLike, group_over
 from megackpt.errors import (
     CheckpointReplaced,
@@ -33,6 +34,7 @@ from megackpt.manager.retention import Retention, find_damage
 from megackpt.manager.run_directory import Restored, Step, step_number
 from megackpt.planning.strict import StrictHandling, parse_strict_flag
 from megackpt.state import ShardedStateDict
+from megackpt.storage import Advance, Executor
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -170,7 +172,8 @@ class Restorer:
     def on_storage(self, doing: str, work: Work[T]) -> T:
         """The result of ``work`` on rank 0. StorageError if its storage does not answer."""
         name = f"{doing} steps in {self._retention.root} (rank 0)"
-        return within(self._timeout, name, work)
+        with closing(Executor(self._timeout)) as executor:
+            return executor.call(name, work, executor.progress.advance)
 
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)

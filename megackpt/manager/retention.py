@@ -10,11 +10,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 
-from megackpt.async_save import Advance, Task
 from megackpt.checkpoint import (
     INDEX,
     clear,
@@ -34,7 +34,7 @@ from megackpt.errors import (
 )
 from megackpt.manager.keep_rules import KeepRules, read_metrics, write_metric
 from megackpt.manager.run_directory import Naming, RunDirectory, Step, parse_name
-from megackpt.storage import TEMPORARY, LocalStorage, Storage
+from megackpt.storage import TEMPORARY, Advance, Call, Executor, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -95,7 +95,7 @@ class Retention:
         self._nonfinite: dict[Step, str] = {}  # of steps that were found to be good
         self._reported: set[str] = set()  # names of steps that cannot be removed
         self._next: int | None = None  # the step at which to remove again
-        self._removal: Task[None] | None = None
+        self._removal: tuple[Executor, Call[None]] | None = None
 
     def superfluous(
         self, steps: Iterable[int], is_good: Callable[[int], bool]
@@ -115,10 +115,11 @@ class Retention:
     def start(self, newest: int, timeout: timedelta) -> None:
         """Let a thread of its own ``apply`` this; the one that is at work does it next."""
         self._next = newest
-        if self._removal is None or self._removal.outcome is not None:
+        if self._removal is None or self._removal[1].ended.is_set():
             name = f"remove steps in {self.root} (rank 0)"
-            self._removal = Task(self._remove_all, name, timeout=timeout)
-            self._removal.start()
+            with closing(Executor(timeout)) as executor:  # its thread ends after this
+                work = partial(self._remove_all, executor.progress.advance)
+                self._removal = executor, executor.start(name, work)
 
     def _remove_all(self, advance: Advance) -> None:
         while self._next is not None:
@@ -133,9 +134,9 @@ class Retention:
         removal, self._removal = self._removal, None
         if removal is None:
             return
-        removal.join()
+        executor, call = removal
         try:
-            removal.get()
+            executor.result(call)
         except StorageError as error:
             if not quiet:
                 raise

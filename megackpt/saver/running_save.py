@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from megackpt import events, gc_pause
-from megackpt.async_save import Advance, Task
+from megackpt.async_save import Task
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import Transaction, begin
+from megackpt.checkpoint import SaveSession, Transaction
 from megackpt.distributed import Attempt, Group, attempt
 from megackpt.distributed.failures import DEPARTURES
 from megackpt.errors import (
@@ -84,12 +83,11 @@ class RunningSave:
     def __init__(self, group: Group, directory: str, timeout: timedelta) -> None:
         self.group = group
         self.timeout = timeout
-        self.stuck = False  # a step of the transaction hangs
-        self.transaction: Transaction | None = None
         self.task: Task[WriteResult] | None = None
-        self._step: Task[Any] | None = None  # the latest one of the transaction
         # Has later work on devices wait for the copy of an asynchronous save.
         self.hold: Callable[[], object] = lambda: None
+        who = f"rank {group.rank}, host {socket.gethostname()!r}"
+        self.session = SaveSession(directory, timeout, who)
         self.total = events.start(
             events.TOTAL, events.Operation("save", directory, group.rank, group.size)
         )
@@ -120,42 +118,17 @@ class RunningSave:
             if cached:
                 save_id = cached.save_id
             self.total.operation.id = save_id
-            self.transaction = self.on_storage(
-                "begin",
-                lambda _: begin(
-                    request.directory,
-                    save_id=save_id,
-                    overwrite=request.overwrite,
-                    indexed=request.backend.properties.indexed,
-                ),
+            begun = self.session.begin(
+                save_id,
+                overwrite=request.overwrite,
+                indexed=request.backend.properties.indexed,
             )
             if cached and cached.manifest is not None:
-                self.announce(request.backend, cached.manifest)
-            return self.transaction
+                layout = request.backend.layout(self.group.size, cached.manifest)
+                self.session.announce(layout.files)
+            return begun
 
         return attempt(work)
-
-    def on_storage(self, step: str, work: Callable[[Advance], T]) -> T:
-        """Do a step of the transaction. StorageError if the storage does not answer.
-
-        Its thread may still hang then, so this rank does not touch the storage any more.
-        """
-        name = (
-            f"{step} of the save to {self.total.operation.path} "
-            f"(rank {self.group.rank}, host {socket.gethostname()!r})"
-        )
-        self._step = task = Task(work, name, timeout=self.timeout)
-        try:
-            task.run()
-        finally:
-            self.stuck = self.stuck or task.stuck
-        return task.get()
-
-    def announce(self, backend: Backend, manifest: Manifest) -> None:
-        """On rank 0: see ``Transaction.announce``."""
-        place = cast(Transaction, self.transaction)
-        files = backend.layout(self.group.size, manifest).files
-        self.on_storage("begin", lambda _: place.announce(files))
 
     def commit(
         self,
@@ -227,39 +200,19 @@ class RunningSave:
 
     def _finish(self, nbytes: int) -> None:
         self.total.operation.bytes = nbytes
+        self.session.end()  # it is committed
         events.finish(self.total)
 
     def drop(self) -> None:
         """End without a result: another save has taken its place. On each rank alone."""
-        if self.transaction is not None:
-            self.transaction.abort()
+        self.session.end()
         events.finish(self.total)
 
     def _commit(self, backend: Backend, manifest: Manifest) -> int:
         """Commit, on rank 0. Returns the bytes of all chunks."""
         with events.stage("commit"):
-            work = partial(self._commit_on_storage, backend, manifest)
-            self.on_storage("commit", work)
+            self.session.commit(backend, manifest, self.group.confirm)
         return int(manifest.chunks.length.sum())
-
-    def _commit_on_storage(
-        self, backend: Backend, manifest: Manifest, advance: Advance
-    ) -> None:
-        place = cast(Transaction, self.transaction)
-        step = cast(Task[None], self._step)
-
-        def confirm() -> None:
-            advance(0)  # raises if this rank has given the commit up
-            with step.waiting_for_ranks():
-                self.group.confirm()
-
-        try:
-            place.storage.moved = partial(advance, 0)
-            place.commit(backend, manifest, confirm=confirm)
-        except BaseException:
-            if self.stuck:  # the storage answers again
-                place.abort()
-            raise
 
     def give_up(self) -> None:
         """Cancel the save on this rank, without the others, which may still be writing."""
@@ -271,13 +224,7 @@ class RunningSave:
         self._end(error, others_may_write=self.group.size > 1)
 
     def _end(self, error: BaseException, others_may_write: bool) -> None:
-        # A step that hangs ends the transaction itself.
-        if self.transaction is not None and not self.stuck:
-            place = self.transaction
-            if others_may_write or (self.task is not None and self.task.stuck):
-                place.abandon()
-            else:
-                ended = attempt(lambda: self.on_storage("end", lambda _: place.abort()))
-                if ended.error is not None:
-                    logger.warning("%s", ended.error)
+        if not self.total.ended:
+            hangs = self.task is not None and self.task.stuck
+            self.session.end(others_may_write or hangs)
         events.finish(self.total, error)

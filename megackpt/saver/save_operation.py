@@ -359,8 +359,8 @@ def _plan_for_all(
         request.policy,
         request.checked,
     )
-    operation.announce(request.backend, manifest)
-    save_id = cast(Transaction, operation.transaction).save_id
+    operation.session.announce(request.backend.layout(len(parts), manifest).files)
+    save_id = cast(Transaction, operation.session.transaction).save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
@@ -469,8 +469,8 @@ def _write_task(
         step.todo,
         step.advance if step.counts_bytes else None,
         operation.timeout,
+        directory,
     )
-    task.place = directory
 
     def end(outcome: Attempt[WriteResult]) -> None:
         if outcome.value is not None:

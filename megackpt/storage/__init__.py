@@ -11,6 +11,12 @@ from megackpt.storage.bucket import (
     is_url as is_url,
     root_at as root_at,
 )
+from megackpt.storage.executor import (
+    Advance as Advance,
+    Call as Call,
+    Executor as Executor,
+    Progress as Progress,
+)
 from megackpt.storage.files import TEMPORARY as TEMPORARY
 from megackpt.storage.interface import (
     Batch as Batch,

@@ -7,7 +7,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -55,7 +55,8 @@ class BucketStorage(Storage):
     it is closed. An object that exists already may be detected only then.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, moved: Callable[[], object] = int) -> None:
+        self.moved = moved
         if ":" in url.partition("://")[2].partition("/")[0]:
             raise StorageError(  # without the URL, which may hold a secret
                 "a URL of a bucket has no ':' before the bucket's name ends: the environment sets "
@@ -92,10 +93,10 @@ class BucketStorage(Storage):
             return self.location
         return f"{self.location}/{name}"
 
-    def folder(self, name: str) -> BucketStorage:
+    def folder(self, name: str, moved: Callable[[], object] = int) -> BucketStorage:
         """Return a folder of this root as a storage. It may be empty."""
         self.key(name)
-        return BucketStorage(self.url(name))
+        return BucketStorage(self.url(name), moved)
 
     def create(self, name: str) -> FileWriter:
         self.key(name)

@@ -199,10 +199,10 @@ class Storage(ABC):
     moved: Callable[[], object] = int
     """Called whenever bytes have reached the disk, and before each read, which it may prevent.
 
-    ``int()`` does nothing.
+    ``int()`` does nothing. An argument of the constructors, and so is ``direct``.
     """
 
-    direct = False
+    direct: bool = False
     """Whether ``create`` makes files that bypass the page cache where that is supported."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -80,8 +80,15 @@ class LocalStorage(Storage):
     _fd = -1
     _links = False  # whether final links are followed
 
-    def __init__(self, path: str | os.PathLike[str], create: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        create: bool = False,
+        moved: Callable[[], object] = int,
+        direct: bool = False,
+    ) -> None:
         self.location = os.path.abspath(path)
+        self.moved, self.direct = moved, direct
         try:
             if create:
                 make_folders(self.location)
@@ -138,8 +145,8 @@ class LocalStorage(Storage):
         return LocalUpdater(folder, last, self._path(name), self.moved)
 
     def following(self) -> LocalStorage:
-        same = self.folder("")
-        same._links, same.moved = True, self.moved
+        same = self.folder("", self.moved)
+        same._links = True
         return same
 
     def put(self, name: str, data: bytes) -> None:
@@ -281,9 +288,10 @@ class LocalStorage(Storage):
 
     # Operations on folders that object stores lack: for the commit, not for formats.
 
-    def folder(self, name: str) -> LocalStorage:
+    def folder(self, name: str, moved: Callable[[], object] = int) -> LocalStorage:
         """Return a folder of this root as a storage. Raises as ``open`` does."""
         below = object.__new__(LocalStorage)
+        below.moved = moved
         below._fd = self._descend(_parts(name))
         below.location = os.path.normpath(self._path(name))
         return below
@@ -454,9 +462,11 @@ class SingleFile(LocalStorage):
     Raises FileNotFoundError if it is absent, and CorruptCheckpoint if it is not a regular file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], moved: Callable[[], object] = int
+    ) -> None:
         above, self.only = os.path.split(os.path.realpath(path))
-        super().__init__(above)
+        super().__init__(above, moved=moved)
         self._file = super().open(self.only)
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:

@@ -17,8 +17,8 @@ from megackpt.adapters.dtensor import thread_rank
 from megackpt.distributed import RankGroup, Stream, Streams
 from megackpt.distributed.failures import departure
 from megackpt.distributed.streams import copy
-from megackpt.distributed.waiting import warn, warn_after
 from megackpt.errors import RankLost, name_ranks
+from megackpt.waiting import warn, warn_after
 
 T = TypeVar("T")
 Packed = bytes | memoryview

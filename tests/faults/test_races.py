@@ -16,9 +16,8 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.checkpoint import Transaction
+from megackpt.checkpoint import Transaction, transaction
 from megackpt.errors import CheckpointReplaced, SaveInProgress
-from megackpt.saver import running_save
 from megackpt.storage import kernel
 from tests.faults.share import part
 
@@ -90,7 +89,7 @@ class Meetings:
     def contend(self, job: int, seed: int, before: str) -> None:
         logging.disable()
         chance = random.Random(f"{seed} {job}")
-        real = running_save.begin
+        real = transaction.begin
         if not self.locks:  # as on a file system without them
             kernel.lock = lambda _: True  # type: ignore[assignment]
 
@@ -104,13 +103,13 @@ class Meetings:
             finally:
                 self.begun.wait()
 
-        running_save.begin = begin
+        transaction.begin = begin
         for meeting in range(self.rounds):
             where = self.where / str(meeting) / "c"
             if job == 0:
-                running_save.begin = real
+                transaction.begin = real
                 prepare(where, before)
-                running_save.begin = begin
+                transaction.begin = begin
             self.start.wait()
             try:
                 megackpt.save(state(float(job)), where)

@@ -352,7 +352,8 @@ def test_removing_old_steps_is_given_up_at_the_end(
         manager.save(step, state_of(step))
     assert manager.finalize() == [1, 2, 3]
     text = rf"remove steps in {tmp_path} .*has not answered for 0\.18 s"
-    monkeypatch.setattr(manager._retention._removal, "_patience", 0.18)
+    assert manager._retention._removal is not None
+    monkeypatch.setattr(manager._retention._removal[0], "patience", 0.18)
     if abort:
         manager.close(abort=True)
         assert re.search(text, caplog.text)

@@ -30,11 +30,11 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.backends import torch_dist, zarr
-from megackpt.checkpoint import Transaction
+from megackpt.checkpoint import Transaction, transaction
 from megackpt.distributed.process_group import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import load_operation
-from megackpt.saver import running_save, save_request
+from megackpt.saver import save_request
 
 SIZE = 3
 AT_ONCE = 8  # worlds, for they mostly wait
@@ -118,7 +118,7 @@ class Fault:
         for name in ("_lowest", "_gather", "_scatter", "_broadcast"):
             self.message(name)
         self.before(save_request, "declare", "declare")
-        self.before(running_save, "begin", "begin")
+        self.before(transaction, "begin", "begin")
         self.after(Transaction, "_complete", "commit")
         self.before(load_operation._LoadOperation, "compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")

@@ -40,9 +40,7 @@ def root(tmp_path: Path) -> LocalStorage:
         if not kernel.bypass_cache(file.fileno()):
             pytest.skip("the file system of tmp_path has no O_DIRECT")
     os.unlink(tmp_path / "probe")
-    storage = LocalStorage(tmp_path)
-    storage.direct = True
-    return storage
+    return LocalStorage(tmp_path, direct=True)
 
 
 @pytest.fixture
@@ -107,8 +105,7 @@ def test_the_bytes_are_those_of_a_buffered_file(sizes, offset, step, refused):
         direct._refusing.clear()
         if refused:
             patch.setattr(os, "writev", refusing_at(refused, errno.EINVAL))
-        storage = LocalStorage(folder)
-        storage.direct = True
+        storage = LocalStorage(folder, direct=True)
         assert write(storage, *parts) == b"".join(parts)
 
 
@@ -287,8 +284,7 @@ def test_the_files_are_those_of_a_synchronous_save(
 
 def test_no_page_of_a_direct_file_is_cached(tmp_path, monkeypatch):
     monkeypatch.undo()
-    storage = LocalStorage(tmp_path)
-    storage.direct = True
+    storage = LocalStorage(tmp_path, direct=True)
     with storage.create("f") as writer:
         if not kernel.bypass_cache(writer._fd):  # type: ignore[attr-defined]
             pytest.skip("needs ext4 or XFS: other file systems get buffered writes")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
-from megackpt.async_save import AsyncCallsQueue, within
+from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
 from megackpt.manager.local.lineage import Line, Lines, read_lines
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
@@ -17,7 +18,7 @@ from megackpt.manager.local.restore import LocalRestore
 from megackpt.manager.local.saves import LocalSaves
 from megackpt.manager.local.tier import LocalTier
 from megackpt.state import ShardedStateDict
-from megackpt.storage import digest
+from megackpt.storage import Executor, digest
 from megackpt.strategies import CheckValues, Strategy, StrategyLike
 
 T = TypeVar("T")
@@ -137,10 +138,9 @@ class LocalCheckpoints:
     def _on_storage(self, work: Callable[[], T]) -> T:
         """The result of rank 0, on all ranks. StorageError if its storage does not answer."""
         name = f"which local steps count, in {self._root} (rank 0)"
-        with group_over(self._process_group, self._timeout) as group:
-            return group.broadcast(
-                "local steps", lambda: within(self._timeout, name, lambda _: work())
-            )
+        group = group_over(self._process_group, self._timeout)
+        with group, closing(Executor(self._timeout)) as executor:
+            return group.broadcast("local steps", lambda: executor.call(name, work))
 
     def poll(self, blocking: bool = False) -> None:
         """Finalize a local save that all ranks have ended. Collective while one is running."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
-from megackpt.async_save import Advance, AsyncCallsQueue, AsyncRequest, Pending, Task
+from megackpt.async_save import AsyncCallsQueue, AsyncRequest, Pending, Task
 from megackpt.distributed import (
     Group,
     GroupLike,
@@ -160,15 +160,12 @@ class LocalSaves:
             pending = copied.value and copied.value.async_fn
         kept = [*self._kept(), agreed]
 
-        def work(_: Advance) -> None:
-            with task.waiting_for_ranks():
-                self._store(piece, kept, begin, line)
-
         def complete() -> None:
             self._complete.append(agreed)
             line.is_complete = True
 
-        task = Task(work, f"step {step} on the hosts")
+        work = partial(self._store, piece, kept, begin, line)
+        task = Task(lambda _: work(), f"step {step} on the hosts")
         if pending:
             # If the work fails before it writes, its own error counts.
             task.on_end(lambda _: pending.give_up())

@@ -1,4 +1,4 @@
-"""One WARNING for each long wait for other ranks, with the stage and the missing ranks."""
+"""One WARNING for each long wait, for other ranks or a storage, with what is waited for."""
 
 from __future__ import annotations
 
