@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megackpt.backends.safetensors import STEM, Safetensors
 from megackpt.backends.safetensors.headers import TensorFile, numbered, refuse_unfit
 from megackpt.backends.shared_files import write_tensors
-from megackpt.checkpoint import Transaction
 from megackpt.dcp.item_writer import (
     Assignment,
     ItemWriter,
@@ -26,6 +26,7 @@ from megackpt.dcp.item_writer import (
 )
 from megackpt.dcp.storage_writer import FileSystemWriter, Path
 from megackpt.dcp.torch_metadata import manifest_of
+from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import CheckpointingException, join_truncated
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
@@ -130,6 +131,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             save with an index replaces the checkpoint.
         overwrite: False = raise CheckpointExists instead of replacing. Without ``index`` nothing
             is replaced.
+        timeout: as of FileSystemWriter.
     """
 
     _item_writer = _PlacedItemWriter
@@ -146,8 +148,11 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         token: str | None = None,
         index: bool = False,
         overwrite: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(path, thread_count=thread_count, overwrite=overwrite)
+        super().__init__(
+            path, thread_count=thread_count, overwrite=overwrite, timeout=timeout
+        )
         self._indexed = index
         if token is not None:
             raise CheckpointingException(
@@ -197,7 +202,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
     def _contents(
         self,
-        begun: Transaction,  # noqa: ARG002
+        directory: Path,  # noqa: ARG002
         metadata: Metadata,
         results: list[list[WriteResult]],
     ) -> tuple[Safetensors, Manifest]:

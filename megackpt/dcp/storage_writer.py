@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
@@ -34,9 +37,8 @@ from megackpt.backends.torch_dist.distcp_writer import (
 from megackpt.backends.torch_dist.metadata_reader import LISTED_COMMON
 from megackpt.checkpoint import (
     INDEX,
-    Transaction,
+    SaveSession,
     absolute,
-    begin,
     staging_storage,
 )
 from megackpt.dcp.item_writer import (
@@ -64,7 +66,7 @@ from megackpt.dcp.torch_metadata import (
     encode_metadata,
     manifest_of,
 )
-from megackpt.distributed import Attempt, attempt
+from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, attempt
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
@@ -81,6 +83,7 @@ from megackpt.planning.manifest import (
 )
 from megackpt.planning.save_plan import refuse_unstorable
 from megackpt.state.storable import layout_problem
+from megackpt.storage import Executor
 
 Path = str | os.PathLike[str]
 HostItems = dict[MetadataIndex, Resolved]
@@ -121,6 +124,8 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         _extensions: torch's stream extensions, for all items. Only DCP's readers read such records.
         serialization_format: TORCH_SAVE; others are refused (``HuggingFaceStorageWriter`` and
             ``megackpt.convert`` write safetensors).
+        timeout: how long the storage may not answer in one step of a save, before that raises
+            StorageError.
     """
 
     _item_writer = ItemWriter
@@ -137,6 +142,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         overwrite: bool = True,
         _extensions: Sequence[StreamTransformExtension] | None = None,
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
+        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__(cache_staged_state_dict=cache_staged_state_dict)
         if type(thread_count) is not int or thread_count < 1:
@@ -154,13 +160,14 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self.thread_count = thread_count
         self.per_thread_copy_ahead = per_thread_copy_ahead
         self.overwrite = overwrite
+        self.timeout = timeout
         self.transforms = _StorageWriterTransforms(_extensions)
         """As in stock's writer: gives the extensions of each item."""
         self.save_id = uuid.uuid4().hex
         self._spent = False
         """Whether ``save_id`` is that of a save that has ended."""
         self.rank: int | None = None
-        self._begun: Transaction | None = None
+        self._session: SaveSession | None = None
         self._thread: threading.Thread | None = None
         """The thread of the save that this writer has begun, unless that save has failed."""
         self._prepared: _PreparedWrite | None = None
@@ -168,7 +175,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """For the process of an ``async_save``: without the save of this process."""
-        own = dict.fromkeys(("_begun", "_thread", "_prepared", "state_dict_cache"))
+        own = dict.fromkeys(("_session", "_thread", "_prepared", "state_dict_cache"))
         return {**vars(self), **own}
 
     def file_name(self, rank: int, n: int) -> str:
@@ -216,10 +223,10 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         return thread.is_alive()
 
     def _abort(self) -> None:
-        begun, self._begun = self._begun, None
+        session, self._session = self._session, None
         self._thread = self._prepared = None
-        if begun is not None:
-            begun.abort()
+        if session is not None:
+            session.end()
 
     def set_up_storage_writer(
         self,
@@ -248,12 +255,12 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, in every save (also with cached plans): begin the checkpoint."""
-        if self._begun is not None and (self._prepared or self._is_busy()):
+        if self._session is not None and (self._prepared or self._is_busy()):
             thread = ""
             if self._thread:
                 thread = f" in {self._thread.name}"
             raise SaveInProgress(
-                f"this writer is saving to {self._begun.target.location}{thread}: finish that "
+                f"this writer is saving to {self._session.directory}{thread}: finish that "
                 "first. If it has failed, reset() the writer in the thread that began it"
             )
         self._abort()
@@ -262,21 +269,18 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         _refuse_unstorable(plans)
         directory = absolute(self.path)
         names, assignments = self._assign(directory, plans)
+        self._session = SaveSession(directory, self.timeout, name_of(self.rank or 0))
         try:
-            self._begun = begin(
-                directory,
-                save_id=self.save_id,
-                overwrite=self.overwrite,
-                indexed=self._indexed,
+            self._session.begin(
+                self.save_id, overwrite=self.overwrite, indexed=self._indexed
             )
-        except CheckpointExists as error:  # in the words of stock's writer
-            raise CheckpointExists(f"Checkpoint already exists: {error}") from error
-        self._thread = threading.current_thread()
-        try:
-            self._begun.announce(names)
-        except BaseException:
+            self._session.announce(names)
+        except BaseException as error:
             self._abort()
+            if isinstance(error, CheckpointExists):  # in the words of stock's writer
+                raise CheckpointExists(f"Checkpoint already exists: {error}") from error
             raise
+        self._thread = threading.current_thread()
         result = []
         for plan, assignment in zip(plans, assignments, strict=True):
             if assignment.rank == (self.rank or 0):
@@ -310,22 +314,25 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written: commit."""
-        begun = self._begun
-        if begun is None:
+        session = self._session
+        if session is None:
             raise CheckpointingException(
                 f"no save to {os.fspath(self.path)} has been begun by this writer"
             )
         try:
-            begun.commit(*self._contents(begun, metadata, results))
+            backend, manifest = session.call(
+                "commit", self._contents, session.directory, metadata, results
+            )
+            session.commit(backend, manifest)
         finally:
             self._abort()  # which does nothing after a commit
             self._spent = True
 
     def _contents(
-        self, begun: Transaction, metadata: Metadata, results: list[list[WriteResult]]
+        self, directory: Path, metadata: Metadata, results: list[list[WriteResult]]
     ) -> tuple[Backend, Manifest]:
         """What all ranks have written, and the backend that completes it."""
-        with staging_storage(begun.target.location, begun.save_id) as storage:
+        with staging_storage(directory, self.save_id) as storage:
             common = None
             is_listed = LISTED_COMMON in metadata.state_dict_metadata
             if not is_listed:
@@ -383,7 +390,9 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         of_planner = getattr(planner, "transforms", None)
         if isinstance(of_planner, _StorageWriterTransforms):
             transforms.insert(0, of_planner)
-        return _PreparedWrite(self._item_writer, assignment, plan, planner, transforms)
+        return _PreparedWrite(
+            self._item_writer, assignment, plan, planner, transforms, self.timeout
+        )
 
     def _get_prepared(self) -> _PreparedWrite:
         if self._prepared is None:
@@ -406,13 +415,22 @@ class _PreparedWrite:
     plan: SavePlan
     planner: SavePlanner
     transforms: Sequence[_StorageWriterTransforms]
+    timeout: timedelta
     outcome: Attempt[list[WriteResult]] | None = None
 
     def write(self, resolve: Resolve) -> list[WriteResult]:
         assignment = self.assignment
-        with staging_storage(assignment.directory, assignment.save_id) as root:
-            writer = self.item_writer(root, assignment, resolve, self.transforms)
-            return writer.write(self.plan.items)
+        directory, save_id = assignment.directory, assignment.save_id
+
+        def work() -> list[WriteResult]:
+            with staging_storage(directory, save_id, executor.alive) as root:
+                writer = self.item_writer(root, assignment, resolve, self.transforms)
+                return writer.write(self.plan.items)
+
+        with closing(Executor(self.timeout)) as executor:
+            return executor.call(
+                f"writing of the save to {directory} ({name_of(assignment.rank)})", work
+            )
 
     def preload(self) -> HostItems:
         items = {}
@@ -435,6 +453,11 @@ def _write_prepared(
         prepared.outcome = attempt(lambda: prepared.write(lambda it: items[it.index]))
     else:
         prepared.outcome = attempt(lambda: prepared.write(stable_resolver(source)))
+
+
+def name_of(rank: int) -> str:
+    """The name of this process, for errors."""
+    return f"rank {rank}, host {socket.gethostname()!r}"
 
 
 def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
