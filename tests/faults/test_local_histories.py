@@ -34,6 +34,7 @@ from megackpt.testing import ThreadedGroup
 from tests.faults.share import part
 
 LENGTH = 12
+NAMES = ".megackpt-run", ".megackpt-run.copy"
 REFUSALS = errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM, errno.EINTR
 Found = tuple[int, int]
 """A step, and the value of its tensor, which tells the life that saved it."""
@@ -81,7 +82,18 @@ class History:
         self.model = Model()
         self.values: dict[str, Found] = {}
         self.stored: Past = {}
-        self.unknown = False  # which local steps count: both files are damaged
+        self.garbage: dict[str, bytes] = {}
+
+    @property
+    def unknown(self) -> bool:
+        """Whether both files that say which local steps count are still as they were damaged."""
+        files = {
+            path.name: path for path in (self.folder / "run").glob(".megackpt-run*")
+        }
+        return all(
+            name in files and files[name].read_bytes() == self.garbage.get(name)
+            for name in NAMES
+        )
 
     def manager(self, hosts: list[int], group: ThreadedGroup) -> CheckpointManager:
         host = f"host{hosts[group.rank]}"
@@ -189,17 +201,14 @@ class History:
         if begun and last not in done and last % self.every == 0:
             doubt = done | {last: 100 * life + last}
             self.model.saved(restored, doubt, is_certain=False)
-        if any(step % self.every == 0 for step in done):
-            self.unknown = False
 
     def damage(self) -> None:
-        names = [".megackpt-run", ".megackpt-run.copy"]
-        if not (self.folder / "run" / names[0]).exists():
+        if not (self.folder / "run" / NAMES[0]).exists():
             return
         both = self.dice.random() < 0.3
-        for name in names[: 1 + both]:
-            (self.folder / "run" / name).write_bytes(self.dice.randbytes(100))
-        self.unknown |= both
+        for name in NAMES[: 1 + both]:
+            self.garbage[name] = self.dice.randbytes(100)
+            (self.folder / "run" / name).write_bytes(self.garbage[name])
 
     def disturb(self, hosts: list[int], life: int) -> None:
         """Restores that raise, of the right class. They change nothing."""
