@@ -397,7 +397,7 @@ class SaveSession:
         """See ``checkpoint.begin``."""
 
         def work() -> Transaction:
-            # Set here: a step that hangs begins the transaction when it is given up already.
+            # Set here: after this call was given up, only ``end`` knows the transaction.
             self.transaction = begin(
                 self.directory,
                 save_id=save_id,

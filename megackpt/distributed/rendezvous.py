@@ -71,7 +71,7 @@ class JobStore:
 
         name = process_group.group_name
         # The store of torchrun's agent has the addresses of workers that it has restarted. In other
-        # jobs each agent has a count of its own, and that of a host which was replaced begins with 0.
+        # jobs each agent counts its restarts, and the agent of a replaced host begins with 0.
         attempt = "0"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
