@@ -11,7 +11,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -30,6 +30,7 @@ from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
 from megackpt.loader.row_reader import read_rows
 from megackpt.state import declare
+from megackpt.storage import Executor
 from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
 from tests.bits import assert_same
@@ -258,7 +259,10 @@ class TestFlattened:
             shuffled = replace(opened.manifest, chunks=chunks.take(order))
             found = torch.zeros(6, 4)
             wanted = declare([ShardedTensor.from_rank_offsets("m", found)], rank=0)
-            read_rows(opened.storage, opened.backend, shuffled, wanted, [found])
+            with closing(Executor(None)) as executor:
+                read_rows(
+                    opened.storage, opened.backend, shuffled, wanted, [found], executor
+                )
             assert_same(found, simple().tensor)
 
     def test_only_the_ranges_needed_are_read(
