@@ -383,16 +383,21 @@ class SaveSession:
         who: saves, for errors, such as "rank 0, host 'a'".
     """
 
-    def __init__(
-        self, directory: Directory, timeout: timedelta | None, who: str
-    ) -> None:
+    def __init__(self, directory: str, timeout: timedelta | None, who: str) -> None:
         self.transaction: Transaction | None = None
         self.directory = directory
         self._who = who
         self._executor = Executor(timeout)
+        self.alive = self._executor.alive
+        self.check = self._executor.progress.check
 
     def begin(
-        self, save_id: str, *, overwrite: bool = True, indexed: bool = True
+        self,
+        save_id: str,
+        *,
+        overwrite: bool = True,
+        resume: bool = False,
+        indexed: bool = True,
     ) -> Transaction:
         """See ``checkpoint.begin``."""
 
@@ -402,32 +407,39 @@ class SaveSession:
                 self.directory,
                 save_id=save_id,
                 overwrite=overwrite,
+                resume=resume,
                 indexed=indexed,
-                moved=self._executor.alive,
+                moved=self.alive,
             )
             return self.transaction
 
         return self.call("begin", work)
 
+    @property
+    def begun(self) -> Transaction:
+        """The transaction, between ``begin`` and ``commit``."""
+        return cast(Transaction, self.transaction)
+
     def announce(self, names: Iterable[str]) -> None:
         """See ``Transaction.announce``."""
-        self.call("begin", cast(Transaction, self.transaction).announce, names)
+        self.call("begin", self.begun.announce, names)
 
     def commit(
         self,
         backend: Backend,
         manifest: Manifest,
         confirm: Callable[[], None] = lambda: None,
+        reread: bool = False,
     ) -> None:
         """See ``Transaction.commit``. ``confirm`` waits for ranks, which has a bound of its own."""
 
         def confirm_here() -> None:
-            self._executor.alive()  # raises if this commit was given up
+            self.alive()  # raises if this commit was given up
             with self._executor.waiting_for_ranks():
                 confirm()
 
-        begun = cast(Transaction, self.transaction)
-        self.call("commit", begun.commit, backend, manifest, confirm=confirm_here)
+        commit = self.begun.commit
+        self.call("commit", commit, backend, manifest, reread, confirm_here)
         self.transaction = None
 
     def call(
@@ -437,23 +449,24 @@ class SaveSession:
         name = f"{step} of the save to {self.directory} ({self._who})"
         return self._executor.call(name, work, *args, **kwargs)
 
-    def end(self, others_may_write: bool = False) -> None:
-        """Abort the transaction unless it is committed. Its files stay if ranks may write them.
+    def end(self, keep: bool = False) -> None:
+        """Abort the transaction unless it is committed. An error of the storage is logged.
 
-        An error of the storage is logged: the next save removes the files.
+        ``keep``: the files stay, as other ranks may still write them, or a later call resumes. The
+        next other save removes them.
         """
 
-        def abort() -> None:
-            if self.transaction is not None:
+        def finish() -> None:
+            if self.transaction is not None and keep:
+                self.transaction.abandon()
+            elif self.transaction is not None:
                 self.transaction.abort()
 
         if self._executor.gave_up is not None:
-            self._executor.afterwards(abort)
-        elif self.transaction is not None and others_may_write:
-            self.transaction.abandon()
+            self._executor.afterwards(finish)
         elif self.transaction is not None:
             try:
-                self.call("end", abort)
+                self.call("end", finish)
             except CheckpointingException as error:
                 logger.warning("%s", error)
         self._executor.close()

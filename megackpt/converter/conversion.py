@@ -8,13 +8,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
-from megackpt import limits
+from megackpt import events, limits
 from megackpt.backends.base import Backend, plan_for_backend
 from megackpt.checkpoint import (
     INDEX,
     Opened,
-    begin,
+    SaveSession,
     completed,
     encode_index,
 )
@@ -73,6 +74,7 @@ class ConversionOptions:
     workers: int | None = None
     progress: Progress | None = None
     resume: bool = True
+    timeout: timedelta = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS)
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -170,60 +172,75 @@ class Conversion:
 
     def run(self, target: str, overwrite: bool) -> Converted:
         """Write the target, or resume writing it, and commit it."""
+        with events.operation("convert", target) as operation:
+            operation.bytes = self.total
+            return self._run(target, overwrite, operation)
+
+    def _run(
+        self, target: str, overwrite: bool, operation: events.Operation
+    ) -> Converted:
         resume = self.options.resume
         save_id = self.save_id()
         remote = is_url(target)  # object stores resume nothing
         if remote:
             save_id = uuid.uuid4().hex
+        operation.id = save_id
         if resume and completed(target, save_id):
             return self.outcome(target, {}, self.total)
-        place = begin(
-            target,
-            save_id=save_id,
-            overwrite=overwrite,
-            resume=resume,
-            indexed=self.backend.properties.indexed,
-        )
+        session = SaveSession(target, self.options.timeout, "a conversion")
         done: dict[int, TaskResult] = {}
         try:
-            files = self.backend.layout(len(self.plans), self.manifest).files
-            place.announce(files, [JOURNAL])
-            journal = Journal(None if remote else place.storage, self.contiguous)
+            session.begin(
+                save_id,
+                overwrite=overwrite,
+                resume=resume,
+                indexed=self.backend.properties.indexed,
+            )
+            journal = session.call("begin", self._begin, session, remote)
             done = journal.done
-            if place.resumed:
-                place.keep_only(
-                    {f for task in done.values() for f in task.result.files}
-                )
             resumed = sum(self.task_bytes[number] for number in done)
-            place.announce(self.files, replaces=_identical_entries(target, self.files))
-            self._run_tasks(target, save_id, journal, resumed)
-            for name, data in self.files.items():
-                place.storage.put(name, data)
+            self._run_tasks(session, save_id, journal, resumed)
             results = [done[number].result for number in range(len(self.plans))]
             manifest = self.manifest.located(results)
-            place.commit(self.backend, manifest, self.options.verify_target)
+            session.commit(self.backend, manifest, reread=self.options.verify_target)
         except BaseException as error:
             # Kept only if the same call may succeed later: after an interruption, on a full disk,
             # without a worker. A damaged source or an unfit format would fail again.
             temporary = not isinstance(error, Exception) or isinstance(
                 error, StorageError | RankLost
             )
-            if not (resume and done and temporary and not remote):
-                place.abort()
-                raise
-            place.abandon()
-            logger.warning(
-                "%d of %d parts are written, in %s: the same call (or command) resumes from there, "
-                "and any other save to this path removes them",
-                len(done),
-                len(self.plans),
-                place.path,
-            )
+            keep = bool(resume and done and temporary and not remote)
+            session.end(keep)
+            if keep:
+                logger.warning(
+                    "%d of %d parts are written, in %s: the same call (or command) resumes from "
+                    "there, and any other save to this path removes them",
+                    len(done),
+                    len(self.plans),
+                    target,
+                )
             raise
+        session.end()
         return self.outcome(target, done, resumed)
 
+    def _begin(self, session: SaveSession, remote: bool) -> Journal:
+        """Name the files of the target, keep those of an earlier run, and write the small ones."""
+        begun = session.begun
+        begun.announce(
+            self.backend.layout(len(self.plans), self.manifest).files, [JOURNAL]
+        )
+        journal = Journal(None if remote else begun.storage, self.contiguous)
+        if begun.resumed:
+            done = journal.done.values()
+            begun.keep_only({file for task in done for file in task.result.files})
+        same = _identical_entries(session.directory, self.files)
+        begun.announce(self.files, replaces=same)
+        for name, data in self.files.items():
+            begun.storage.put(name, data)
+        return journal
+
     def _run_tasks(
-        self, target: str, save_id: str, journal: Journal, resumed: int
+        self, session: SaveSession, save_id: str, journal: Journal, resumed: int
     ) -> None:
         """Do the tasks that are not done yet, in this process or in worker processes."""
         options = self.options
@@ -232,6 +249,7 @@ class Conversion:
 
         def report(count: int) -> None:
             nonlocal written
+            session.alive()
             with lock:
                 written += count
                 if options.progress is not None:
@@ -248,18 +266,22 @@ class Conversion:
             self.source,
             self.opened.manifest.save_id,
             self.opened.backend,
-            target,
+            session.directory,
             save_id,
             self.backend,
             options.verify,
             self.casts,
         )
-        if workers > 1:
-            run_tasks(runner, workers, tasks, journal.add, report)
-            return
-        runner.open()
-        for task in tasks:
-            journal.add(runner.perform(task, report))
+
+        def perform() -> None:
+            if workers > 1:
+                run_tasks(runner, workers, tasks, journal.add, report, session.check)
+                return
+            runner.open()
+            for task in tasks:
+                journal.add(runner.perform(task, report))
+
+        session.call("writing", perform)
 
     def _tasks(self, numbers: Sequence[int]) -> Iterator[ConversionTask]:
         for number in numbers:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,7 @@ from megackpt.converter.selection import Renames, Selection
 from megackpt.converter.single_file import check_free, is_single_file, run_to_file
 from megackpt.errors import BackendError, StorageError
 from megackpt.planning.manifest import Manifest
-from megackpt.storage import is_url
+from megackpt.storage import Executor, is_url
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def convert(
     beside: Mapping[str, bytes]
     | Callable[[Manifest], Mapping[str, bytes]]
     | None = None,
+    timeout: timedelta = timedelta(seconds=limits.RANK_TIMEOUT_SECONDS),
 ) -> Converted:
     """Write a checkpoint of any readable format as a checkpoint of another format.
 
@@ -86,11 +89,12 @@ def convert(
         beside: small files, name -> content, that are committed together with the checkpoint; or a
             function that makes them of the source's manifest (as mapped by ``table``). A file of
             the target with such a name stays if its bytes are the same; else it is an error.
+        timeout: how long the storage of either checkpoint may not answer.
 
     Raises:
         NotACheckpoint, CorruptCheckpoint: the source is absent or damaged.
         CheckpointExists, SaveInProgress: the target is complete already, or being written.
-        StorageError: the file system refused.
+        StorageError: the file system refused, or did not answer for ``timeout``.
         BackendError: the format cannot hold this, or a part does not fit into ``max_memory``.
         MismatchError: nothing is selected, or two tensors get the same name.
         RankLost: a worker process died.
@@ -98,7 +102,13 @@ def convert(
     """
     selection = Selection(select, exclude, rename, cast, state)
     options = ConversionOptions(
-        verify, verify_target, parse_size(max_memory), workers, progress, resume
+        verify,
+        verify_target,
+        parse_size(max_memory),
+        workers,
+        progress,
+        resume,
+        timeout,
     )
     source_path = _resolve_path(source)
     target_path = _resolve_path(target)
@@ -122,7 +132,8 @@ def convert(
         shards = 1
     backend, tasks = _target_backend(to, shards)
 
-    opened = open_checkpoint(source)
+    with closing(Executor(timeout)) as executor:
+        opened = executor.call(f"opening {source_path}", open_checkpoint, source)
     if table is not None:
         # Imported here because it needs torch, and workers start faster without.
         from megackpt.converter.mapped_checkpoint import map_checkpoint

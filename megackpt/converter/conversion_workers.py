@@ -16,6 +16,8 @@ from megackpt.converter.cells import ConversionTask
 from megackpt.converter.journal import TaskResult
 from megackpt.errors import RankLost, StorageError
 
+_CHECK_SECONDS = 1.0
+
 
 @dataclass(eq=False)
 class TaskRunner:
@@ -73,10 +75,12 @@ def run_tasks(
     tasks: Iterator[ConversionTask],
     finished: Callable[[TaskResult], None],
     advance: Callable[[int], None],
+    check: Callable[[], None],
 ) -> None:
     """Have all tasks performed by worker processes. The callbacks are called on this thread.
 
-    Raises the first error of a worker, and RankLost where one died. No process is left on return.
+    ``check`` is called at least once a second; it stops the work by raising. Raises the first error
+    of a worker, and RankLost where one died. No process is left on return.
     """
     processes: dict[Connection, WorkerProcess] = {}
     numbers: dict[Connection, int] = {}  # of the tasks at work
@@ -99,7 +103,8 @@ def run_tasks(
             send(process.connection, partial(open_runner, runner))
         busy = set(processes)
         while busy:
-            for connection in wait(list(busy)):
+            check()
+            for connection in wait(list(busy), _CHECK_SECONDS):
                 process = processes[connection]  # type: ignore[index]
                 try:
                     message = process.receive()

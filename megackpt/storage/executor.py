@@ -52,12 +52,8 @@ class Progress:
         self._lock = threading.Lock()
 
     def advance(self, count: int) -> None:
-        """Count bytes that are done; 0 is a sign of life.
-
-        Raises the error of ``cancel`` if the work was cancelled.
-        """
-        if self.cancelled is not None:
-            raise self.cancelled
+        """Count bytes that are done; 0 is a sign of life. Raises as ``check`` does."""
+        self.check()
         if not count:
             self.moved_at = time.monotonic()
             return
@@ -68,6 +64,11 @@ class Progress:
             self.moved_at = time.monotonic()
         if self._on_progress is not None:
             self._on_progress(count)
+
+    def check(self) -> None:
+        """Raise the error of ``cancel`` if the work was cancelled."""
+        if self.cancelled is not None:
+            raise self.cancelled
 
     def cancel(
         self, reason: CheckpointingException | None = None

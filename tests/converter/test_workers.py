@@ -117,7 +117,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
 
     monkeypatch.setattr(WorkerProcess, "send", noted)
 
-    def run_tasks(runner, workers, tasks, finished, advance):
+    def run_tasks(runner, workers, tasks, finished, *others):
         count, killed = [0], []
 
         def counted(result):
@@ -127,7 +127,7 @@ def _killing(monkeypatch: pytest.MonkeyPatch, after: int):
                 killed.append(at_work[-1].process.pid)
                 os.kill(killed[0], signal.SIGKILL)
 
-        converter_workers.run_tasks(runner, workers, tasks, counted, advance)
+        converter_workers.run_tasks(runner, workers, tasks, counted, *others)
 
     return run_tasks
 
