@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
 import uuid
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -34,6 +37,7 @@ from megackpt.dcp.torch_metadata import (
     native_manifest,
     rows_of,
 )
+from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -43,7 +47,7 @@ from megackpt.errors import (
 from megackpt.loader.row_reader import replacement
 from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import Manifest
-from megackpt.storage import LocalStorage, Storage
+from megackpt.storage import Executor, LocalStorage, Storage
 from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
 
 _log = logging.getLogger("megackpt.dcp")
@@ -63,6 +67,7 @@ class FileSystemReader(StorageReader):
             default).
         verify: compare the data with the digests of the index, if there is one, which reads whole
             blocks of 1 MiB. False reads the exact ranges.
+        timeout: how long the storage may not answer; else StorageError.
     """
 
     def __init__(
@@ -71,10 +76,13 @@ class FileSystemReader(StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
         *,
         verify: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
         super().__init__()
         self.path = path
         self.verify = verify
+        self.timeout = timeout
+        self._executor = Executor(timeout)
         self.load_id = uuid.uuid4().hex
         self._registry = _extension_registry or ExtensionRegistry()
         self._checkpoint: OpenCheckpoint | None = None
@@ -89,10 +97,17 @@ class FileSystemReader(StorageReader):
         """Whether the path can be a checkpoint's."""
         return is_checkpoint_path(checkpoint_id)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_executor": None, "_checkpoint": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _executor=Executor(state["timeout"]))
+
     def reset(self, checkpoint_id: Path | None = None) -> None:
         if checkpoint_id:
             self.path = checkpoint_id
         self._checkpoint, self.load_id = None, uuid.uuid4().hex
+        self._executor = Executor(self.timeout)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """Open the checkpoint. Later reads are from this one, even if it is replaced meanwhile.
@@ -129,33 +144,47 @@ class FileSystemReader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """On the coordinator: see that all ranks have opened the same checkpoint."""
-        save_ids = {plan.storage_data for plan in plans}
-        if len(save_ids) > 1:
+        self.refuse_different([plan.storage_data for plan in plans])
+        return plans
+
+    def refuse_different(self, save_ids: Sequence[str]) -> None:
+        """CheckpointReplaced unless all ranks have opened the same save."""
+        if len(set(save_ids)) > 1:
             raise CheckpointReplaced(
                 f"{os.fspath(self.path)} was replaced while it was being opened; ranks see the "
-                f"saves {sorted(map(str, save_ids))}: load again. If it happens again, is the "
+                f"saves {sorted(map(str, set(save_ids)))}: load again. If it happens again, is the "
                 "directory shared between all hosts?"
             )
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         future: Future[None] = Future()
         try:
             checkpoint = self._opened()
-            try:
-                ItemReader(checkpoint, planner, self._registry, self.verify).read(plan)
-            except (CheckpointingException, OSError) as error:
-                replaced = replacement(checkpoint.storage, checkpoint.manifest)
-                if replaced is not None:
-                    raise replaced from error
-                raise
+
+            def read() -> None:
+                reader = ItemReader(checkpoint, planner, self._registry, self.verify)
+                try:
+                    reader.read(plan)
+                except (CheckpointingException, OSError) as error:
+                    replaced = replacement(checkpoint.storage, checkpoint.manifest)
+                    if replaced is not None:
+                        raise replaced from error
+                    raise
+
+            self._executor.call(f"reading {self._place()}", read)
             future.set_result(None)
         except Exception as error:  # noqa: BLE001 - raised by the caller
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
 
     def _open(self, rank: int | None) -> OpenCheckpoint:
-        return _open(self.path, rank)
+        return self._executor.call(f"opening {self._place()}", self._found, rank)
+
+    def _found(self, rank: int | None) -> OpenCheckpoint:
+        return _open(self.path, rank, self._executor.alive)
+
+    def _place(self) -> str:
+        return f"{os.fspath(self.path)} (host {socket.gethostname()!r})"
 
     def _opened(self) -> OpenCheckpoint:
         if self._checkpoint is None:
@@ -174,17 +203,22 @@ class HuggingFaceStorageReader(FileSystemReader):
     Args:
         path: the directory, or one file of whole tensors.
         thread_count: no effect. Several ranges are read at a time.
-        verify: as in FileSystemReader.
+        verify, timeout: as in FileSystemReader.
     """
 
     def __init__(
-        self, path: Path, thread_count: int = 1, *, verify: bool = True
+        self,
+        path: Path,
+        thread_count: int = 1,
+        *,
+        verify: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
-        super().__init__(path, verify=verify)
+        super().__init__(path, verify=verify, timeout=timeout)
         self.thread_count = thread_count
 
-    def _open(self, rank: int | None) -> OpenCheckpoint:
-        opened = open_checkpoint(self.path)
+    def _found(self, rank: int | None) -> OpenCheckpoint:
+        opened = open_checkpoint(self.path, moved=self._executor.alive)
         manifest, name = opened.manifest, opened.backend.properties.name
         if name != "safetensors" or rank is not None:
             raise NotACheckpoint(
@@ -214,16 +248,22 @@ class HuggingFaceStorageReader(FileSystemReader):
         )
 
 
-def _open(directory: Path, rank: int | None) -> OpenCheckpoint:
+def _open(
+    directory: Path, rank: int | None, moved: Callable[[], object]
+) -> OpenCheckpoint:
     """Open by ``.metadata``; with a rank, by what this rank wrote without collectives."""
     if rank is None:
         # Without an index the files have no common id: check that they were not being removed.
         storage, listing, indexed = unreplaced(
-            directory, partial(_find, directory), lambda found: found[2] is not None
+            directory,
+            partial(_find, directory, moved),
+            lambda found: found[2] is not None,
+            moved=moved,
         )
     else:
-        storage, indexed = _folder_of_rank(directory, f"__{rank}{METADATA}"), None
-        listing = read_listing(storage, f"__{rank}{METADATA}")
+        file = f"__{rank}{METADATA}"
+        storage, indexed = _folder_of_rank(directory, file, moved), None
+        listing = read_listing(storage, file)
     tensors, listed = listing.tensors, list(listing)
     check_files(storage, listed)
     items = {}
@@ -237,12 +277,12 @@ def _open(directory: Path, rank: int | None) -> OpenCheckpoint:
 
 
 def _find(
-    directory: Path, storage: Storage
+    directory: Path, moved: Callable[[], object], storage: Storage
 ) -> tuple[Storage, Listing, Manifest | None]:
     """The manifest is None if there is no index."""
     manifest = None
     if storage.size(INDEX) is not None:
-        opened = open_checkpoint(directory)
+        opened = open_checkpoint(directory, moved=moved)
         storage, manifest = opened.storage, opened.manifest
     if storage.size(METADATA) is None:
         raise NotACheckpoint(
@@ -252,14 +292,14 @@ def _find(
     return storage, read_listing(storage, METADATA), manifest
 
 
-def _folder_of_rank(directory: Path, name: str) -> Storage:
+def _folder_of_rank(directory: Path, name: str, moved: Callable[[], object]) -> Storage:
     """Where a rank of stock's writer saved ``name`` without collectives.
 
     Refused where the metadata of all ranks is present: the other ranks would use that, and wait
     for this one.
     """
     try:
-        storage = LocalStorage(absolute(directory))
+        storage = LocalStorage(absolute(directory), moved=moved)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise NotACheckpoint(
             f"{directory} is not a directory, so it holds no {name}"
