@@ -36,6 +36,7 @@ from megackpt.errors import (
     NotACheckpoint,
     ShardingError,
     join_truncated,
+    name_here,
 )
 from megackpt.loader.comparison import (
     Comparison,
@@ -302,8 +303,7 @@ class _LoadOperation:
     @property
     def place(self) -> str:
         """What is read, and by which rank."""
-        host = socket.gethostname()
-        return f"{self.request.directory} (rank {self.group.rank}, host {host!r})"
+        return f"{self.request.directory} ({name_here(self.group.rank)})"
 
     @events.stage("compare")
     def compare(self, directory: str) -> _RankRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from megackpt.errors import (
     NonfiniteValues,
     RankLost,
     ReplicaMismatch,
+    name_here,
 )
 from megackpt.planning.manifest import (
     Declarations,
@@ -86,8 +86,7 @@ class RunningSave:
         self.task: Task[WriteResult] | None = None
         # Has later work on devices wait for the copy of an asynchronous save.
         self.hold: Callable[[], object] = lambda: None
-        who = f"rank {group.rank}, host {socket.gethostname()!r}"
-        self.session = SaveSession(directory, timeout, who)
+        self.session = SaveSession(directory, timeout, name_here(group.rank))
         self.total = events.start(
             events.TOTAL, events.Operation("save", directory, group.rank, group.size)
         )

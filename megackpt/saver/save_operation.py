@@ -35,6 +35,7 @@ from megackpt.errors import (
     CheckpointingException,
     ShardingError,
     join_truncated,
+    name_here,
     name_ranks,
 )
 from megackpt.planning.cache import CachedPlan, cache_of
@@ -360,7 +361,7 @@ def _plan_for_all(
         request.checked,
     )
     operation.session.announce(request.backend.layout(len(parts), manifest).files)
-    save_id = cast(Transaction, operation.session.transaction).save_id
+    save_id = operation.session.begun.save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
@@ -469,7 +470,7 @@ def _write_task(
         step.todo,
         step.advance if step.counts_bytes else None,
         operation.timeout,
-        directory,
+        f"writing of the save to {directory} ({name_here(operation.group.rank)})",
     )
 
     def end(outcome: Attempt[WriteResult]) -> None:
