@@ -83,7 +83,7 @@ def run_rank(
         found["first"] = time.monotonic() - begun
         begun = time.monotonic()
         megackpt.save(state(rank, size), directory, timeout=PATIENCE)
-        tree = next(iter(process_group._known.values())).tree
+        tree = next(iter(process_group._known.values()))[""].tree
         found |= tree.counts
     return found | {
         "seconds": time.monotonic() - begun,

@@ -64,7 +64,7 @@ ADVICE = (
 _MARGIN = 30.0  # seconds; a step bounds its own time, so this is the last resort
 
 _ALONE = SingleGroup()
-_known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, dict[str, Ranks]] = WeakKeyDictionary()
 _spare: WeakKeyDictionary[Any, list[GroupLike]] = WeakKeyDictionary()
 _finding = threading.Lock()
 
@@ -73,6 +73,7 @@ def group_over(
     process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
     name: str = "",
+    lane: str = "",
 ) -> Group:
     """The Group for one save or load: over the process group given, the default one, or this
     process alone.
@@ -80,7 +81,8 @@ def group_over(
     Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait
     for one another; for the coordinator, which itself waits for the others before it answers, twice
     as long. ``name`` says what the call is to do, alike on all ranks: a rank that has left a call
-    out passes the numbers of calls with other names. A Group is returned as it is.
+    out passes the numbers of calls with other names. Calls of another ``lane`` have connections and
+    numbers of their own, so they may run beside these. A Group is returned as it is.
 
     Raises RankLost if the other ranks have given up this call already, Busy while another thread is
     in one, CheckpointingException if this process is none of the ranks.
@@ -114,9 +116,10 @@ def group_over(
             raise wrong
         return _ALONE
     with _finding:
-        ranks = _known.get(over)
+        lanes = _known.setdefault(over, {})
+        ranks = lanes.get(lane)
         if ranks is None:
-            ranks = _known[over] = Ranks(over)
+            ranks = lanes[lane] = Ranks(over, lane)
     if wrong is not None:  # the other ranks learn it at once
         with ranks.begin(DEFAULT_TIMEOUT, name) as group:
             group._leave(wrong)
@@ -187,12 +190,12 @@ def domain_of(
 class Ranks:
     """The ranks of one torch process group, and the calls that they have begun together."""
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, lane: str) -> None:
         from torch.distributed import get_process_group_ranks
 
         self.global_ranks = get_process_group_ranks(process_group)
         rank, size = process_group.rank(), process_group.size()
-        self.tree = Tree(rank, size, JobStore(process_group))
+        self.tree = Tree(rank, size, JobStore(process_group, lane))
         # Not with the process group: a save in flight may outlive it.
         finalize(self, self.tree.close).atexit = False
         # Reentrant: a signal handler may save as well.

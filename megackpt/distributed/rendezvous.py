@@ -60,13 +60,13 @@ class StoreLost(OSError):
 
 
 class JobStore:
-    """The addresses of ranks in the job's store, under a prefix for one process group.
+    """The addresses of ranks in the job's store, under a prefix for one process group and lane.
 
     A client of torch's store waits as long as TCP does when its server is silent. So each use has a
     thread of its own, which may be given up.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, lane: str = "") -> None:
         from torch.distributed import distributed_c10d
 
         name = process_group.group_name
@@ -76,7 +76,7 @@ class JobStore:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store: Any = distributed_c10d.PrefixStore(
-            f"megackpt/{name}/{attempt}",
+            f"megackpt/{name}{lane and '/'}{lane}/{attempt}",
             distributed_c10d._get_default_store(),
         )
         self._name, self._process_group = name, ref(process_group)

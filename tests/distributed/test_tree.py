@@ -57,7 +57,7 @@ def test_parts_are_joined_and_split():
 
 
 def tree_here():
-    return next(iter(process_group._known.values())).tree
+    return next(iter(process_group._known.values()))[""].tree
 
 
 def strangers():

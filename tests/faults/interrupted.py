@@ -201,7 +201,9 @@ class Job:
                 Tree._handle = handle  # type: ignore[method-assign]
 
     def break_links(self) -> None:
-        for ranks in tuple(process_group._known.values()):
+        for ranks in [
+            r for kept in process_group._known.values() for r in kept.values()
+        ]:
             for link in tuple(ranks.tree._links.values()):
                 link.shut()
 

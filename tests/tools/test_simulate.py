@@ -243,7 +243,7 @@ def counted(directory: str, *job: int) -> None:
             megackpt.load(held, directory)
         else:
             megackpt.save(held, directory)
-        (group,) = process_group._known.values()
+        ((group,),) = (kept.values() for kept in process_group._known.values())
         sent = group.tree.counts
         counts.append([sent["messages"], sent["bytes"], len(group.tree._links)])
     dist.barrier()  # a rank that ends closes its connections, which others may count still
