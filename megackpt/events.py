@@ -1,6 +1,6 @@
 """Events: the one mechanism behind logs, metrics, callbacks and the progress line.
 
-An operation (a save, load or verification) consists of stages. Each stage that ends makes one
+An operation (a save, load, verification or conversion) consists of stages. Each stage that ends makes one
 ``Event`` on each rank; the last event of an operation has the stage "total". The event is logged
 and passed to every observer: a callback of ``watching``, or the progress line.
 

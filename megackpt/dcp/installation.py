@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copyreg
 import logging
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import wraps
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from torch.distributed import checkpoint, is_available, is_initialized
@@ -16,6 +16,8 @@ from torch.distributed.checkpoint import (
     filesystem,
     format_utils,
     hf_storage,
+    state_dict_loader,
+    state_dict_saver,
 )
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor,
@@ -24,12 +26,17 @@ from torch.distributed.checkpoint._async_thread_executor import (
     _ThreadBasedAsyncCheckpointExecutor,
 )
 
+from megackpt.dcp import sessions
 from megackpt.dcp.storage_reader import FileSystemReader
 from megackpt.dcp.storage_writer import FileSystemWriter
 
 _CLASSES: dict[Any, Any] = {
     filesystem.FileSystemReader: FileSystemReader,
     filesystem.FileSystemWriter: FileSystemWriter,
+}
+_FUNCTIONS: dict[Any, Any] = {
+    sessions.stock_save: sessions.save_state_dict,
+    sessions.stock_load: sessions.load_state_dict,
 }
 # Modules that bind these names. Importing them here gives classes that derive from torch's own
 # their bases, before anything is replaced.
@@ -40,6 +47,8 @@ _MODULES = (
     hf_storage,
     _fsspec_filesystem,
     _storage_utils,
+    state_dict_loader,
+    state_dict_saver,
 )
 _EXECUTORS = (
     _ProcessBasedAsyncCheckpointExecutor,
@@ -48,8 +57,6 @@ _EXECUTORS = (
 
 _log = logging.getLogger(__name__)
 
-_running: list[Future[Any]] = []
-"""The last ``async_save``."""
 _replaced: list[tuple[Any, str, Any]] = []
 """Owner, name and former value of each replaced attribute."""
 
@@ -78,8 +85,11 @@ def install() -> Installation:
 
     All of torch's modules that have torch's classes under these names then have ours. So
     ``dcp.save``, ``async_save``, ``load`` and ``dcp_to_torch_save`` use our engine without another
-    change. Classes derived from torch's, such as ``FsspecWriter``, stay as they are. So does a
-    module that imported the class itself before, not its module. A second call changes nothing::
+    change. With torch's planner or ours, the messages between ranks are ours, too: a call is
+    bounded by the ``timeout`` of the writer or reader, and names a rank that is lost. The process
+    of an ``async_save`` sends torch's own messages, as do calls with a planner of the caller's.
+    Classes derived from torch's, such as ``FsspecWriter``, stay as they are. So does a module that
+    imported the class itself before, not its module. A second call changes nothing::
 
         import torch
         import torch.distributed.checkpoint as dcp
@@ -93,10 +103,11 @@ def install() -> Installation:
     """
     first = not _replaced
     if first:
+        ours = {**_CLASSES, **_FUNCTIONS}
         for module in _MODULES:
             for name, value in list(vars(module).items()):
-                if isinstance(value, type) and value in _CLASSES:
-                    _replace(module, name, _CLASSES[value])
+                if isinstance(value, type | FunctionType) and value in ours:
+                    _replace(module, name, ours[value])
         for stock in _CLASSES:
             copyreg.pickle(stock, _pickle_stock)
         for executor in _EXECUTORS:
@@ -148,14 +159,16 @@ def _naming_writers(execute_save: Any) -> Any:
             writer = _storage_utils._storage_setup(None, kwargs.get("checkpoint_id"))
             kwargs["storage_writer"] = writer
         several_ranks = is_available() and is_initialized()
-        if several_ranks and _running and not _running[0].done():
+        running = [*sessions.in_flight]
+        if several_ranks and running:
             _log.warning(
                 "async_save waits for the save before it, whose messages use the same ranks: "
                 "wait for its result before the next one"
             )
-            wait(_running)
+            wait(running)
         future = execute_save(*args, **kwargs)
-        _running[:] = [future]
+        sessions.in_flight[future] = kwargs["storage_writer"]
+        future.add_done_callback(sessions.in_flight.pop)
         return future
 
     return execute

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -73,6 +72,7 @@ from megackpt.errors import (
     SaveInProgress,
     ShardingError,
     join_truncated,
+    name_here,
 )
 from megackpt.planning.manifest import (
     ITEMSIZE,
@@ -269,7 +269,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         _refuse_unstorable(plans)
         directory = absolute(self.path)
         names, assignments = self._assign(directory, plans)
-        self._session = SaveSession(directory, self.timeout, name_of(self.rank or 0))
+        self._session = SaveSession(directory, self.timeout, name_here(self.rank or 0))
         try:
             self._session.begin(
                 self.save_id, overwrite=self.overwrite, indexed=self._indexed
@@ -312,8 +312,13 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, when all ranks have written: commit."""
+    def finish(
+        self,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
+        """On the coordinator, when all ranks have written: commit. See ``Transaction.commit``."""
         session = self._session
         if session is None:
             raise CheckpointingException(
@@ -323,7 +328,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             backend, manifest = session.call(
                 "commit", self._contents, session.directory, metadata, results
             )
-            session.commit(backend, manifest)
+            session.commit(backend, manifest, confirm)
         finally:
             self._abort()  # which does nothing after a commit
             self._spent = True
@@ -429,7 +434,8 @@ class _PreparedWrite:
 
         with closing(Executor(self.timeout)) as executor:
             return executor.call(
-                f"writing of the save to {directory} ({name_of(assignment.rank)})", work
+                f"writing of the save to {directory} ({name_here(assignment.rank)})",
+                work,
             )
 
     def preload(self) -> HostItems:
@@ -453,11 +459,6 @@ def _write_prepared(
         prepared.outcome = attempt(lambda: prepared.write(lambda it: items[it.index]))
     else:
         prepared.outcome = attempt(lambda: prepared.write(stable_resolver(source)))
-
-
-def name_of(rank: int) -> str:
-    """The name of this process, for errors."""
-    return f"rank {rank}, host {socket.gethostname()!r}"
 
 
 def _refuse_unstorable(plans: Sequence[SavePlan]) -> None:
