@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from megackpt.adapters.megatron import from_megatron
 from megackpt.backends.base import read_config
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.distributed import attempt, group_over
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, name_here
 from megackpt.loader.comparison import (
     Comparison,
     LoadRequest,
@@ -49,7 +50,7 @@ from megackpt.state import (
     extract,
     restore,
 )
-from megackpt.storage import Storage
+from megackpt.storage import Executor, Storage
 from megackpt.strategies import Strategy
 
 
@@ -96,7 +97,9 @@ def load(
         return storage, common
 
     def compare() -> _Loading:
-        storage, common = opened()
+        place = f"{directory} ({name_here(group.rank)})"
+        with closing(Executor(timeout)) as executor:
+            storage, common = executor.call(f"opening {place}", opened)
         request = LoadRequest(
             str(directory), state, strict=strict, validate=validate, trusted=trusted
         )

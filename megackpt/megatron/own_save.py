@@ -216,6 +216,12 @@ class _OwnSave:
         self.root.delete(os.path.basename(self.outer.path))
         return files_below(self.root)
 
+    def synced(self, names: Sequence[str]) -> list[File]:
+        """Make files durable, and read them for their digests."""
+        return [
+            _synced(self.root, name, self.operation.session.alive) for name in names
+        ]
+
     def commit(self) -> None:
         """Make the files of all ranks the checkpoint. Collective; each rank reads a part."""
         operation, backend = self.operation, self.backend
@@ -232,11 +238,12 @@ class _OwnSave:
             )
             return manifest
 
+        call = operation.session.call
         with operation.running():
-            names = group.broadcast("files", self.collect)
+            names = group.broadcast("files", lambda: call("commit", self.collect))
             share = names[group.rank :: group.size]
             operation.commit_collected(
-                lambda: [_synced(self.root, file) for file in share],
+                lambda: call("commit", self.synced, share),
                 manifest_of,
                 backend,
             )
@@ -271,12 +278,12 @@ def _manifest(files: Iterable[File]) -> Manifest:
     return replace(manifest, chunks=chunks)
 
 
-def _synced(root: Storage, name: str) -> File:
-    """Make a file durable, and read it for its digests."""
+def _synced(root: Storage, name: str, moved: Callable[[], object]) -> File:
     found, size = [], 0
     with open(os.path.join(root.location, name), "rb") as file:
         os.fsync(file.fileno())
         while block := file.read(DIGEST_BLOCK):
+            moved()
             found.append(digest(block))
             size += len(block)
     return name, size, b"".join(found)
