@@ -21,7 +21,6 @@ CheckpointingException              the root; the name that Megatron-Core uses
 from __future__ import annotations
 
 import pickle
-import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -134,8 +133,3 @@ def name_ranks(ranks: Iterable[int], limit: int = sys.maxsize) -> str:
         texts.append(str(first) if first == last else f"{first}{separator}{last}")
     plural = "s" if len(spans) > 1 or spans[0][0] != spans[0][1] else ""
     return f"rank{plural} {join_truncated(texts, limit, ', ')}"
-
-
-def name_here(rank: int) -> str:
-    """``rank 3, host 'a'``: this process."""
-    return f"rank {rank}, host {socket.gethostname()!r}"

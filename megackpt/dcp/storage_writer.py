@@ -65,14 +65,13 @@ from megackpt.dcp.torch_metadata import (
     encode_metadata,
     manifest_of,
 )
-from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, attempt
+from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, attempt, name_here
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
     SaveInProgress,
     ShardingError,
     join_truncated,
-    name_here,
 )
 from megackpt.planning.manifest import (
     ITEMSIZE,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from megackpt.distributed.failures import Attempt as Attempt, attempt as attempt
+from megackpt.distributed.failures import (
+    Attempt as Attempt,
+    attempt as attempt,
+    name_here as name_here,
+)
 from megackpt.distributed.group import (
     Busy as Busy,
     Group as Group,

@@ -8,6 +8,7 @@ class of the user's is text, too: the other ranks do not import it.
 from __future__ import annotations
 
 import re
+import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ def attempt(work: Callable[[], T]) -> Attempt[T]:
         return Attempt(work())
     except Exception as error:  # noqa: BLE001 - the next collective raises it on all ranks
         return Attempt(None, error)
+
+
+def name_here(rank: int) -> str:
+    """``rank 3, host 'a'``: this process."""
+    return f"rank {rank}, host {socket.gethostname()!r}"
 
 
 @dataclass(frozen=True, slots=True)

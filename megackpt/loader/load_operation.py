@@ -29,6 +29,7 @@ from megackpt.distributed import (
     attempt,
     domain_of,
     group_over,
+    name_here,
 )
 from megackpt.errors import (
     CheckpointingException,
@@ -36,7 +37,6 @@ from megackpt.errors import (
     NotACheckpoint,
     ShardingError,
     join_truncated,
-    name_here,
 )
 from megackpt.loader.comparison import (
     Comparison,

@@ -15,8 +15,8 @@ from megackpt import checkpoint, loader, serialization, strategies, tree
 from megackpt.adapters.megatron import from_megatron
 from megackpt.backends.base import read_config
 from megackpt.checkpoint.chunk_checks import damage
-from megackpt.distributed import attempt, group_over
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint, name_here
+from megackpt.distributed import attempt, group_over, name_here
+from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.loader.comparison import (
     Comparison,
     LoadRequest,

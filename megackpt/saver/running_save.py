@@ -14,14 +14,13 @@ from megackpt import events, gc_pause
 from megackpt.async_save import Task
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import SaveSession, Transaction
-from megackpt.distributed import Attempt, Group, attempt
+from megackpt.distributed import Attempt, Group, attempt, name_here
 from megackpt.distributed.failures import DEPARTURES
 from megackpt.errors import (
     CheckpointingException,
     NonfiniteValues,
     RankLost,
     ReplicaMismatch,
-    name_here,
 )
 from megackpt.planning.manifest import (
     Declarations,

@@ -29,13 +29,13 @@ from megackpt.distributed import (
     GroupLike,
     attempt,
     group_over,
+    name_here,
 )
 from megackpt.distributed.failures import DEPARTURES
 from megackpt.errors import (
     CheckpointingException,
     ShardingError,
     join_truncated,
-    name_here,
     name_ranks,
 )
 from megackpt.planning.cache import CachedPlan, cache_of
