@@ -10,17 +10,13 @@ from megackpt.planning.coverage_report import key_pattern
 from megackpt.planning.manifest import Manifest
 
 _COMPARED = 5000  # kinds of stored names to compare with a name
-_RENAMED = 4  # stored names with the same end for which a new prefix is tried
 
 
 class StoredNames:
-    """The names that a checkpoint holds. ``asked`` are names that are asked for themselves."""
+    """The names that a checkpoint holds."""
 
-    def __init__(
-        self, names: Collection[str], manifest: Manifest, asked: Collection[str]
-    ) -> None:
+    def __init__(self, names: Collection[str], manifest: Manifest) -> None:
         self._names = set(names)
-        self._asked = frozenset(asked)
         self._metas = {e.key: e.meta for e in manifest.tensors if not e.is_common}
         self._patterns: dict[str, str] = {}  # pattern -> first name
         for name in sorted(names):
@@ -45,35 +41,6 @@ class StoredNames:
             if meant not in self._names:
                 meant = self._patterns[near]
             return f" (did you mean {meant!r}?)"
-        return ""
-
-    def hint(self, names: Sequence[str]) -> str:
-        """A cause of all of these names: another prefix, or no sharded state; "" if unknown."""
-        if not self._metas:
-            return (
-                "\n  hint: nothing but common state is stored: megackpt.load({}, directory) "
-                "returns it, with tensors that were saved without megackpt.sharded"
-            )
-        first = names[0]
-        for start in [0, *(match.end() for match in re.finditer(r"\.", first))]:
-            old = first[:start]
-            rest = first[start:]
-            if start and "." not in rest and len(names) < 3:
-                return ""  # too little in common
-            ending = sorted(name for name in self._names if name.endswith(rest))
-            for stored in ending[:_RENAMED]:
-                new = stored[: len(stored) - len(rest)]
-                if new and not new.endswith("."):
-                    continue
-                renamed = {new + n[start:] for n in names if n.startswith(old)}
-                if len(renamed) < len(names) or not renamed.isdisjoint(self._asked):
-                    continue
-                if renamed <= self._names:
-                    return (
-                        f"\n  hint: these {len(names)} are stored under the prefix {new!r} "
-                        f"instead of {old!r}: ask for these names, or load with "
-                        f"key_map=lambda key: {new!r} + key.removeprefix({old!r})"
-                    )
         return ""
 
 

@@ -7,7 +7,6 @@ object. The common state is not counted.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -112,14 +111,9 @@ def parse_strict_flag(strict: str | bool | Enum) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         values = [flag.value for flag in StrictHandling]
-        near = get_close_matches(str(strict), values, 1)
-        meant = ""
-        if near:
-            meant = f" (did you mean {near[0]!r}?)"
         flags = ", ".join(map(repr, values))
         raise ValueError(
-            f"Invalid strict flag: {strict!r}{meant}; one of {flags}, True or False is "
-            "expected"
+            f"Invalid strict flag: {strict!r}; one of {flags}, True or False is expected"
         ) from None
 
 
@@ -151,20 +145,16 @@ def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
 
 
 def describe_unexpected(
-    names: Collection[str],
-    manifest: Manifest,
-    asked: Collection[str] = (),
-    advise: bool = True,
+    names: Collection[str], manifest: Manifest, advise: bool = True
 ) -> str:
     """The error text about names that are asked for and not stored.
 
-    ``asked`` are all names that are asked for, if known: these are not meant by other names.
     With ``advise`` the text also names similar stored keys.
     """
     similar: set[str] = set()
     if advise:
         similar = stored(manifest)
-    known = StoredNames(similar, manifest, asked)
+    known = StoredNames(similar, manifest)
     ordered = sorted(names)
     lines = [f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):"]
     for number, name in enumerate(ordered):
@@ -172,7 +162,13 @@ def describe_unexpected(
         if number < _ADVISED:
             note = known.note(name)
         lines.append(f"  {name!r}{note}")
-    return join_truncated(lines, 1 + _NAMED, "\n") + known.hint(ordered)
+    text = join_truncated(lines, 1 + _NAMED, "\n")
+    if all(entry.is_common for entry in manifest.tensors):
+        text += (
+            "\n  hint: nothing but common state is stored: megackpt.load({}, directory) "
+            "returns it, with tensors that were saved without megackpt.sharded"
+        )
+    return text
 
 
 def describe_missing(names: Collection[str]) -> str:
