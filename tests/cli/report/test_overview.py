@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megackpt.cli.report import shard_map, shard_map_of_declarations
-from megackpt.cli.report.map_data import manifest_data
-from megackpt.cli.report.overview import MAX_ROWS
+from megackpt.cli.report.map_data import MAX_ROWS, manifest_data
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     Declaration,
