@@ -189,10 +189,6 @@ def _add_show(commands: _Commands, place: str) -> None:
     show.add_argument("--common", action="store_true", help=help_text)
     help_text = "write the shard map, one page that opens offline"
     show.add_argument("--html", metavar="FILE", help=help_text)
-    help_text = (
-        "write the overview of the shard map as a picture: which rank wrote what"
-    )
-    show.add_argument("--svg", metavar="FILE", help=help_text)
 
 
 def _add_export(commands: _Commands, place: str) -> None:

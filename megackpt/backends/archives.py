@@ -1,8 +1,16 @@
-"""The zip archives of torch.save: headers and directories, the tensors in them, checksums.
+"""The tensors in archives of torch.save: their pickles and frames, what a pickle holds, checksums.
 
-Those who write an archive write these bytes where they belong. Layout: APPNOTE.TXT (zip), and
-torch's own writer, whose members are in one folder, with payloads at multiples of ALIGNMENT.
-Those who read one get what it holds from its pickle alone, and whether its bytes are undamaged.
+A writer writes these bytes where they belong. A reader gets what an archive holds from its pickle
+alone, and whether its bytes are undamaged.
+
+The *frame* of a tensor makes an archive of its bytes, as in ``.distcp`` files:
+``torch.load(weights_only=True)`` reads head + payload + tail. The head holds the members
+``data.pkl``, ``byteorder`` and ``version`` and the local header of ``data/0``, padded so that the
+payload (the tensor's C-order bytes) starts at a multiple of ALIGNMENT; the tail is the central
+directory. The lengths of head and tail follow from dtype, number of dimensions and size alone, so
+that the place of a record follows from the place of its payload. CRC fields are 0, as after
+``torch.serialization.set_crc32_options(False)``: torch does not check them, and megackpt has
+digests of its own.
 """
 
 from __future__ import annotations
@@ -10,106 +18,35 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE
-from megackpt.serialization.archive import LOCAL, STORAGES, Archive
+from megackpt.serialization.archive import (
+    LIMIT,
+    STORAGES,
+    Archive,
+    Member,
+    directory,
+    header,
+)
 from megackpt.serialization.unpickler import Find, Rule, unpickle
 from megackpt.storage import FileReader
 
 if TYPE_CHECKING:
     import torch  # imported late: recognising a file needs none
 
-ALIGNMENT = 64
-LIMIT = 0xFFFF0000
-"""Sizes and offsets from here on need zip64: with its header a payload may pass 4 GiB."""
 WIDE = 1 << 31
 """A tensor of so many bytes is pickled with 8-byte numbers (LONG1), smaller ones with BININT."""
 
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_FOLDER = b"archive/"
-_UTF8 = 0x0800  # torch sets this flag in every header
-_MAX32 = 0xFFFFFFFF  # the value is in the zip64 record
-_MAX16 = 0xFFFF
 WINDOW = 4 << 20
 """Bytes that a check of checksums reads at once."""
 _DIMENSIONS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """One stored file, with its header at ``header``. ``crc`` 0: not computed; torch accepts it."""
-
-    name: bytes
-    size: int
-    header: int
-    crc: int = 0
-
-
-def aligned_start(member: Member) -> int:
-    """The byte behind an aligned header."""
-    end = member.header + LOCAL.size + len(_FOLDER) + len(member.name) + 4
-    if member.size >= LIMIT:
-        end += 20
-    return -(-end // ALIGNMENT) * ALIGNMENT
-
-
-def header(member: Member, aligned: bool = False) -> bytes:
-    """The local header. ``aligned``: padded so that it ends at a multiple of ALIGNMENT."""
-    name = _FOLDER + member.name
-    size = member.size
-    extra = b""
-    if size >= LIMIT:
-        extra = struct.pack("<2H2Q", 1, 16, size, size)
-        size = _MAX32
-    if aligned:  # by the extra field that torch uses
-        end = member.header + LOCAL.size + len(name) + len(extra) + 4
-        gap = aligned_start(member) - end
-        extra += struct.pack("<2H", 0x4246, gap) + b"Z" * gap
-    fields = (0, _UTF8, 0, 0, 0, member.crc, size, size, len(name), len(extra))
-    return LOCAL.pack(b"PK\3\4", *fields) + name + extra
-
-
-def directory(members: list[Member], start: int, wide: bool) -> bytes:
-    """The end of an archive, from byte ``start``. ``wide``: in zip64, for large archives."""
-    entries = []
-    for member in members:
-        name = _FOLDER + member.name
-        size = member.size
-        offset = member.header
-        extra = b""
-        if size >= LIMIT:
-            extra += struct.pack("<2Q", size, size)
-            size = _MAX32
-        if offset >= LIMIT:
-            extra += struct.pack("<Q", offset)
-            offset = _MAX32
-        if extra:
-            extra = struct.pack("<2H", 1, len(extra)) + extra
-        flags = (0, 0, _UTF8, 0, 0, 0)
-        lengths = (size, size, len(name), len(extra))
-        entries.append(
-            _CENTRAL.pack(b"PK\1\2", *flags, member.crc, *lengths, 0, 0, 0, 0, offset)
-        )
-        entries += [name, extra]
-    table = b"".join(entries)
-    size = len(table)
-    count = len(members)
-    end64 = b""
-    if wide:
-        sizes = (count, count, size, start)
-        end64 = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, *sizes)
-        end64 += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-        size = min(size, _MAX32)
-        start = _MAX32
-    count = min(count, _MAX16)
-    return table + end64 + _END.pack(b"PK\5\6", 0, 0, count, count, size, start, 0)
+_FRAMED = (("byteorder", b"little"), ("version", b"3\n"))
 
 
 def text(value: str) -> bytes:
@@ -160,6 +97,39 @@ def tensor_opcodes(dtype: str, shape: tuple[int, ...], storage: str) -> bytes:
         _numbers(strides, wide),
         b"\x89ccollections\nOrderedDict\n)R" + last + b"tR",
     ))  # fmt: skip
+
+
+@lru_cache(maxsize=16384)
+def frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Head and tail of the record of a C-order tensor of this dtype (torch's name) and shape."""
+    size = math.prod(shape) * ITEMSIZE[dtype]
+    pickle = b"\x80\x02" + tensor_opcodes(dtype, shape, "0") + b"."
+    head, members = b"", []
+    for name, content in (("data.pkl", pickle), *_FRAMED):
+        members.append(Member(name, len(content), len(head)))
+        head += header(members[-1]) + content
+    members.append(Member("data/0", size, len(head)))
+    head += header(members[-1], aligned=True)
+    return head, directory(members, len(head) + size, size >= LIMIT)
+
+
+def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
+    """Lengths of head and tail for each row of ``shapes`` (n, ndim), as of ``frame``."""
+    size = np.full(len(shapes), ITEMSIZE[dtype], np.int64)
+    filled = size.copy()
+    for extent in shapes.T:  # long columns are faster than many short rows
+        size *= extent
+        filled *= np.maximum(extent, 1)
+    kinds = (filled >= WIDE).astype(np.int64) + (size >= LIMIT)
+    lengths = np.zeros((2, len(shapes)), np.int64)
+    for kind in range(3):
+        rows = np.flatnonzero(kinds == kind)
+        # All records of one kind have the same lengths.
+        if len(rows):
+            head, tail = frame(dtype, tuple(shapes[rows[0]].tolist()))
+            lengths[0, rows] = len(head)
+            lengths[1, rows] = len(tail)
+    return lengths[0], lengths[1]
 
 
 # ---- Reading

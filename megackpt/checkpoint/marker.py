@@ -122,7 +122,7 @@ class Marker:
     """The content of a marker file.
 
     ``base`` identifies the checkpoint that the save replaces ("" for none), see
-    ``sibling_directories.version``. ``removes``: this is a removal, not a save.
+    ``directory_target.version``. ``removes``: this is a removal, not a save.
     ``time_namespace``: the one in which ``started`` was read; "" in markers of older versions.
     """
 

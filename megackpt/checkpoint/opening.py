@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import TypeVar
 
 import numpy as np
@@ -190,7 +189,7 @@ def find_storage(
 ) -> Storage:
     """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
-    With a ``hint``, the error names checkpoints nearby that may be meant. ``moved``: see Storage.
+    With a ``hint``, the error names the last checkpoint in the directory. ``moved``: see Storage.
     It may be the old checkpoint that an interrupted replacement renamed away. In an object store:
     the save that the record names, else a checkpoint that was uploaded without a record.
     """
@@ -228,7 +227,7 @@ def find_storage(
         if storage is not None and storage.size(INDEX) is not None:
             return storage  # opening it reports the file that is missing
         if storage is not None or not os.path.isdir(target):
-            near = _elsewhere(target) if hint else ""
+            near = _within(target) if hint else ""
             raise NotACheckpoint(f"{reason}{_unfinished(target)}{near}")
     raise CheckpointReplaced(
         f"{os.fspath(directory)} is being replaced again and again"
@@ -266,38 +265,20 @@ def _in_bucket(
     return outer
 
 
-def _elsewhere(target: str) -> str:
-    """A hint at checkpoints in this directory, or near it under a similar name."""
-    missing = ""
-    within = []
+def _within(target: str) -> str:
+    """A hint at the last checkpoint in this directory."""
+    found = ""
     try:
-        if os.path.isfile(target):
-            above = os.path.dirname(target)
-            if incomplete(LocalStorage(above)) is None:
-                return f"; it lies in the checkpoint {above}: is that meant?"
-            return ""
-        while not os.path.isdir(target) and target != os.path.dirname(target):
-            target, missing = os.path.split(target)
-        near = LocalStorage(target)
-        names = near.list()
-        if missing:
-            found = " and ".join(map(repr, get_close_matches(missing, names, 3)))
-            if found:
-                return f"; in {target} there is {found}: is one of them meant?"
-            return ""
-        for name in names:
-            for table in (CONFIG, ".metadata"):
-                if near.size(f"{name}/{table}") is not None:
-                    within.append(os.path.join(target, name))
-                    break
+        outer = LocalStorage(target)
+        for name in outer.list():
+            tables = [f"{name}/{CONFIG}", f"{name}/.metadata"]
+            if any(size is not None for size in outer.sizes(tables)):
+                found = os.path.join(target, name)
     except (CheckpointingException, OSError):
         return ""  # the first error is more useful
-    if not within:
+    if not found:
         return ""
-    more = ""
-    if len(within) > 1:
-        more = f" (the last of {len(within)})"
-    return f"; a checkpoint is in {within[-1]}{more}: is that meant?"
+    return f"; a checkpoint is in {found}: is that meant?"
 
 
 def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | None:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from megackpt import strategies
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.backends.object_files import key_files
-from megackpt.checkpoint.index import INDEX, MAGIC, decode_index, read_head
+from megackpt.checkpoint.index import INDEX, MAGIC, SmallFiles, decode_index, read_head
 from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.tables import (
     METADATA,
@@ -20,7 +20,6 @@ from megackpt.checkpoint.tables import (
     native_format,
     table_of_another,
 )
-from megackpt.checkpoint.unpacking import SmallFiles
 from megackpt.errors import (
     BackendError,
     CheckpointingException,

@@ -211,7 +211,7 @@ def show(options: argparse.Namespace) -> Answer:
     if manifest.differing:
         data["differing"] = list(manifest.differing)
     text = data
-    has_report = options.common or options.html or options.svg
+    has_report = options.common or options.html
     if options.key is not None or not has_report:
         has_layout = options.chunks or (options.key is not None and len(numbers) == 1)
         data["entries"] = _entries(manifest, numbers, has_layout, options.stats)
@@ -232,11 +232,6 @@ def show(options: argparse.Namespace) -> Answer:
 
         _write(options.html, shard_map(opened, title=options.checkpoint))
         data["html"] = text["html"] = options.html
-    if options.svg:
-        from megackpt.cli.report import shard_map_svg
-
-        _write(options.svg, shard_map_svg(manifest, options.checkpoint))
-        data["svg"] = text["svg"] = options.svg
     return Answer(data, text=text)
 
 

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megackpt.backends.archives import frame
 from megackpt.backends.torch_dist.distcp_writer import Records, spread
-from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes

@@ -8,7 +8,10 @@ other ranks while the training's threads are at work, so a slow rank differs fro
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
+import socket
 import threading
 import time
 from collections.abc import (
@@ -28,16 +31,26 @@ from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 from megackpt import limits
-from megackpt.distributed.links import Links
+from megackpt.distributed.calls import Calls, failures_in
 from megackpt.distributed.messages import (
+    ABSENT,
+    ASK,
     BROKEN,
     CONFIRM,
     CONFIRMED,
+    CONSEQUENCES,
     DATA,
+    ENDED,
+    FAILED,
     GATHERED,
+    GAVE_UP,
+    HELLO,
     LINK,
+    REFUSED,
     REPORT,
     SENT,
+    SILENT,
+    SLOW,
     STATE,
     CallFailed,
     Link,
@@ -45,34 +58,83 @@ from megackpt.distributed.messages import (
     Payload,
     Step,
     Verdict,
+    children_of,
+    describe_calls,
     join,
+    parent_of,
     split,
 )
 from megackpt.distributed.rendezvous import (
+    STORE_SILENT,
     Address,
     JobStore,
+    Listener,
+    StoreLost,
     connect,
     receive,
 )
 from megackpt.distributed.streams import Stream
+from megackpt.errors import name_ranks
+from megackpt.waiting import warn, warn_after
 
 T = TypeVar("T")
+
+logger = logging.getLogger("megackpt.distributed")
 
 _RETURN_SECONDS = 5.0
 """In the first step of a call a rank has these to connect again, if its last connection was closed.
 A rank that believed this one to be silent closes it, too."""
+_DELIVERY = 0.02
+"""Seconds until the steps that wait have taken the last messages of a connection that is lost."""
+_GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
+_VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
+_CROSSED_SECONDS = 2.0
+"""Two ranks that wait for each other in different calls for so long report it. A rank that was
+stopped may say so once, before it has read the message that it waits for."""
+_CAUSE_SECONDS = 5.0
+_NAMED = 64  # ranks that one answer names
+_MOST_ARRIVALS = 1 << 14
+"""Messages and connections that are awaited, or came before their steps."""
 
 
-class Tree(Links):
-    """The steps of this rank. Its coroutines run on the thread of the event loop."""
+class Tree:
+    """The connections and steps of this rank. Its coroutines run on the thread of the event loop."""
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
-        super().__init__(rank, size, store, _running_loop())
+        self.rank, self.size, self.store = rank, size, store
+        self._loop = _running_loop()
+        self.parent = parent_of(rank) if rank else None
+        self.children = children_of(rank, size)
+        self.calls = Calls(self._loop)
+        self.counts = {"messages": 0, "bytes": 0}
+        """What this rank has sent."""
+        self._links: dict[int, Link] = {}
+        self._arrivals: dict[tuple[int, int, int, int], asyncio.Future[Any]] = {}
+        self._reports: dict[int, Verdict] = {}
+        self._ended: dict[int, tuple[str, float]] = {}  # and when
+        self._cause, self._failed_at = Verdict({}), -math.inf
+        self._listener = Listener(self._on_greeting)
+        self._has_address = False
+        self._address: Address | None = None  # of the parent, where it was last
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._connecting = False
         _trees.add(self)
 
+    # Called by other threads.
+
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Called by other threads."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._close)
+
+    def sockets(self) -> list[socket.socket]:
+        """All open sockets of this rank."""
+        links = [link.socket for link in self._links.values()]
+        return links + self._listener.sockets
+
+    # The steps.
 
     async def gather(
         self, step: Step, own: Payload, merge: Callable[[list[Payload]], bytes]
@@ -301,12 +363,6 @@ class Tree(Links):
             payloads.append(payload)
         return payloads
 
-    def _handle(self, link: Link, message: Message) -> None:
-        if message.kind == CONFIRM:
-            self._spawn(self._on_confirm(link, message.call, message.number))
-        else:
-            super()._handle(link, message)
-
     async def _on_confirm(self, link: Link, call: int, number: int) -> None:
         """Answer whether this rank and those below wait in the step."""
         step = self.calls.steps.get(call)
@@ -320,6 +376,386 @@ class Tree(Links):
             await self.confirm(asked)
             await link.send(CONFIRMED, call, number, step.label)
             self.counts["messages"] += 1
+
+    # Which ranks are missing.
+
+    def _ask(self, step: Step) -> None:
+        """Ask the neighbours for which this rank has waited for some time."""
+        now = time.monotonic()
+        if now - step.asked < step.pause:
+            return
+        step.asked = now
+        for rank in step.awaited - step.questions.keys():
+            link = self._links.get(rank)
+            if link is not None:
+                step.questions[rank] = now
+                self._spawn(link.send(ASK, step.call, step.number, step.label))
+
+    def _state(self, asking: int, call: int, number: int, label: str) -> Verdict:
+        """The answer to a neighbour that waits for this rank in a step: the rank it waits for."""
+        step = self.calls.steps.get(call)
+        if left := self.calls.left(call):
+            # Its last message, if there was one, is on the way before this answer.
+            return Verdict({self.rank: left})
+        if step is not None and step.number == number:
+            if self._differs(step, asking, label) or not step.awaited:
+                return Verdict({self.rank: SLOW})
+            return self._missing(step, asking)
+        if step is not None and step.number > number:
+            return Verdict({})
+        for other in self.calls.current():
+            if other.call != call and other.awaited:
+                if asking in other.awaited:
+                    return Verdict({self.rank: SLOW}, other.label)
+                missing = self._missing(other, asking).missing
+                return Verdict(missing or {self.rank: SLOW})
+        return Verdict({self.rank: SLOW})
+
+    def _missing(self, step: Step, asking: int | None = None) -> Verdict:
+        """The ranks for which this one waits in a step, as far as its neighbours know."""
+        missing: dict[int, str] = {}
+        now = time.monotonic()
+        for rank in step.awaited - {asking}:
+            link = self._links.get(rank)
+            if link is None:
+                missing[rank], _ = self._ended.get(rank, (ABSENT, 0.0))
+            elif now - max(link.heard, step.began) > 3 * step.pause + 0.2:
+                missing[rank] = SILENT
+            elif link.state is not None and link.state[:2] == (step.call, step.number):
+                missing |= link.state[2].missing
+            else:
+                missing[rank] = SLOW
+            if len(missing) > _NAMED:
+                break
+        if ABSENT in missing.values() and self.store.is_silent(step.timeout):
+            return Verdict({}, STORE_SILENT)
+        missing.pop(self.rank, None)
+        if not missing and asking is None:
+            missing = dict.fromkeys(step.awaited, SLOW)
+        return Verdict(missing)
+
+    def _differs(self, step: Step, rank: int, label: str) -> bool:
+        """Whether a neighbour is in another step, which is reported."""
+        operation, stage = label.split("\n", 2)[:2]
+        if (operation, stage) == (step.operation, step.stage):
+            return False
+        self._report_crossing(step, rank, label, None)
+        return True
+
+    def _report_crossing(
+        self, step: Step, rank: int, label: str, name: str | None
+    ) -> None:
+        calls = {self.rank: step.label, rank: label}
+        self._report(step.call, Verdict({}, describe_calls(calls), name))
+
+    def _warn(self, step: Step) -> None:
+        after = warn_after()
+        if step.warned or not step.awaited or step.elapsed < after:
+            return
+        if after > 0:
+            step.warned = True
+            missing = self._missing(step)
+            whom = missing.text
+            if missing.missing:
+                whom = name_ranks(missing.missing)
+            warn(self.rank, step.stage, whom, step.operation, step.path, step.timeout)
+
+    # Failures: reported to rank 0, which sends one verdict to all.
+
+    def _failure(self, call: int) -> asyncio.Future[Verdict]:
+        failure = self.calls.failure(call)
+        for forgotten in self.calls.forgotten():
+            self._forget(forgotten)
+        return failure
+
+    def _report(self, call: int, verdict: Verdict) -> None:
+        if self._failure(call).done():
+            return
+        words = verdict.missing.values()
+        if words and all(word.startswith(CONSEQUENCES) for word in words):
+            # Ranks that have raised for an earlier failure may end, or give up other calls.
+            causes = self._cause.missing.values()
+            lately = time.monotonic() - self._failed_at < _CAUSE_SECONDS
+            if any(cause.startswith(ENDED) for cause in causes) or (
+                lately and not all(cause.startswith(CONSEQUENCES) for cause in causes)
+            ):
+                verdict = self._cause._replace(name=verdict.name)
+        first = call not in self._reports
+        known = self._reports.setdefault(call, Verdict({}))
+        name: str | None = None
+        if None not in (known.name, verdict.name):
+            name = self.calls.names.get(call, known.name or verdict.name)
+        missing = verdict.missing | known.missing
+        merged = Verdict(missing, known.text or verdict.text, name)
+        if merged == known and not first:
+            return
+        self._reports[call] = merged
+        seconds = _GRACE
+        if self.parent is not None and self.parent in self._links:
+            link = self._links[self.parent]
+            self._spawn(link.send(REPORT, call, 0, "", merged.packed()))
+            seconds = _VERDICT_SECONDS
+        if first:
+            self._loop.call_later(seconds, lambda: self._spawn(self._settle(call)))
+
+    async def _settle(self, call: int) -> None:
+        await self._spread(call, self._reports.get(call, Verdict({})))
+
+    async def _spread(self, call: int, verdict: Verdict) -> None:
+        """Send the verdict down before this rank knows it: it may end the process at once."""
+        if self._failure(call).done():
+            return
+        packed = verdict.packed()
+        sends = []
+        for child in self.children:
+            if child in self._links:
+                send = self._links[child].send(FAILED, call, 0, "", packed)
+                sends.append(asyncio.ensure_future(send))
+        if sends:
+            _, late = await asyncio.wait(sends, timeout=1.0)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*sends, return_exceptions=True)
+        waiting = [step.call for step in self.calls.current() if step.awaited]
+        if all(other == call or self._failure(other).done() for other in waiting):
+            # TCP repeats what was lost only after long pauses, so the next call connects afresh.
+            for rank, word in verdict.missing.items():
+                link = self._links.get(rank)
+                if link is not None and word.startswith(SILENT):
+                    link.shut()
+                    self._lose(link, TimeoutError("it connects afresh"))
+        if verdict.missing:
+            self._cause, self._failed_at = verdict, time.monotonic()
+        self.calls.fail(call, verdict)
+        self._reports.pop(call, None)
+        self._forget(call, except_kind=SENT)
+
+    def _forget(self, call: int, except_kind: int | None = None) -> None:
+        for key in tuple(self._arrivals):
+            # Connections are of no call; a damaged message may name a call 0.
+            if key[2] == call and key[1] not in (LINK, except_kind):
+                _close_unused(self._arrivals.pop(key))
+
+    # Connections.
+
+    def _listen_for_children(self) -> None:
+        async def publish() -> None:
+            try:
+                await self.store.publish(self.rank, self._listener)
+            except BaseException:  # such as too many open files
+                self._has_address = False  # the next step tries it again
+                raise
+
+        if self.children and not self._has_address:
+            self._has_address = True
+            self._spawn(publish())
+
+    def _reach_parent(self, step: Step) -> None:
+        parent = self.parent
+        if parent is None or parent in self._links or self._connecting:
+            return
+        self._connecting = True
+        known, _ = self._ended.pop(parent, ("", 0.0))
+        self._spawn(self._connect(step, known))
+
+    async def _connect(self, step: Step, known: str) -> None:
+        """Connect to the parent; where that fails, the call fails. ``known``: how it has ended."""
+        parent = cast("int", self.parent)
+        patience = limits.CONNECT_SECONDS
+        if known:
+            patience = 0.0
+        why = Verdict({parent: ABSENT})
+        try:
+            async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
+                token = await self.store.token()
+                while parent not in self._links:
+                    # The store's client may be silent long after a cut.
+                    known_address, self._address = self._address, None
+                    address = known_address or await self.store.find(parent)
+                    try:
+                        made = await connect(address, token, LINK, self.rank, 0, 0)
+                    except OSError as error:
+                        why = Verdict({parent: f"{known or ENDED} ({error})"})
+                        if step.elapsed > patience:
+                            raise
+                        await asyncio.sleep(_GRACE)
+                    else:
+                        self._address = address
+                        self._add_link(parent, made)
+        except StoreLost as error:
+            self._report(step.call, Verdict({}, str(error)))
+        except OSError:  # and TimeoutError
+            if self.store.is_silent(step.timeout):
+                why = Verdict({}, STORE_SILENT)
+            self._report(step.call, why)
+        finally:
+            self._connecting = False
+
+    def _on_greeting(
+        self, accepted: socket.socket, kind: int, rank: int, call: int, number: int
+    ) -> None:
+        if kind == LINK and rank in self.children:
+            self._add_link(rank, accepted)
+        elif (
+            kind == DATA
+            and self.calls.verdict(call) is None
+            and not self._arrival((rank, DATA, call, number)).done()
+        ):
+            self._arrival((rank, DATA, call, number)).set_result(accepted)
+        else:
+            accepted.close()
+
+    def _add_link(self, rank: int, connection: socket.socket) -> None:
+        if rank in self._links:
+            self._links[rank].shut()
+            # Only the other end has seen it break.
+            steps = self._steps_lost_with(rank)
+            self._loop.call_later(_DELIVERY, self._report_lost, steps, rank, BROKEN)
+        link = self._links[rank] = Link(rank, connection)
+        self._ended.pop(rank, None)
+        for step in self.calls.current():
+            step.questions.pop(rank, None)
+        self._spawn(link.send(HELLO, 0, 0, "", self.calls.failed()))
+        self._spawn(self._read(link))
+
+    async def _greeted(self, link: Link, failed: list[tuple[int, Verdict]]) -> None:
+        """A neighbour's first message: what has failed, so that both number the next call alike."""
+        for call, verdict in failed:
+            await self._spread(call, verdict)
+        for step in self.calls.current():
+            if step.number == 1 and link.rank in step.sent:
+                kind, sent = step.sent[link.rank]
+                self._spawn(link.send(kind, step.call, 1, step.label, sent))
+        arrival = self._arrival((link.rank, LINK, 0, 0))
+        if self._links.get(link.rank) is link and not arrival.done():
+            arrival.set_result(None)
+
+    async def _read(self, link: Link) -> None:
+        try:
+            with link.socket:
+                while True:
+                    self._handle(link, await link.receive())
+        except Exception as error:  # noqa: BLE001 - damaged bytes, or no memory for them
+            if not isinstance(error, (OSError, EOFError)):
+                logger.warning(
+                    "a message of rank %d cannot be read: %r", link.rank, error
+                )
+            if self._links.get(link.rank) is link:
+                self._lose(link, error)
+
+    def _lose(self, link: Link, error: Exception) -> None:
+        del self._links[link.rank]
+        greeted = self._arrival((link.rank, LINK, 0, 0))
+        if greeted.done():  # else a step waits for it, and for the next connection
+            del self._arrivals[link.rank, LINK, 0, 0]
+        word = ENDED
+        if isinstance(error, (EOFError, ConnectionError)):
+            self._ended[link.rank] = word, time.monotonic()
+        elif isinstance(error, OSError):  # a host that is silent; it may connect again
+            word = f"{SILENT} ({error})"
+        else:
+            word = f"{BROKEN} ({error!r})"
+        # After its last messages have reached the steps that wait for them. Steps that begin
+        # meanwhile connect afresh.
+        steps = self._steps_lost_with(link.rank)
+        self._loop.call_later(_DELIVERY, self._report_lost, steps, link.rank, word)
+
+    def _steps_lost_with(self, rank: int) -> list[Step]:
+        """The steps that cannot go on without this connection. First ones connect again."""
+        lost = []
+        for step in self.calls.current():
+            if rank not in step.awaited:
+                continue
+            if step.number > 1:
+                lost.append(step)
+            elif rank == self.parent:
+                self._loop.call_soon(self._reach_parent, step)
+        return lost
+
+    def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
+        if rank in self._links:  # connected again; the messages in between may be lost
+            word = BROKEN
+        for step in steps:
+            if rank in step.awaited:
+                self._report(step.call, Verdict({rank: word}))
+
+    def _arrival(self, key: tuple[int, int, int, int]) -> asyncio.Future[Any]:
+        if key not in self._arrivals:
+            if len(self._arrivals) >= _MOST_ARRIVALS:
+                raise ConnectionError("too many messages are for no step of this rank")
+            self._arrivals[key] = self._loop.create_future()
+        return self._arrivals[key]
+
+    def _handle(self, link: Link, message: Message) -> None:
+        kind, call, number, label, payload = message
+        if kind == ASK:
+            state = self._state(link.rank, call, number, label)
+            self._spawn(link.send(STATE, call, number, "", state.packed()))
+        elif kind == STATE:
+            self._on_state(link, call, number, Verdict.unpacked(payload, self.size))
+        elif kind == REPORT:
+            verdict = Verdict.unpacked(payload, self.size)
+            # Of a broken connection the coordinator, and the ranks above, name the other end.
+            if verdict.missing.get(self.rank) == BROKEN:
+                verdict.missing[link.rank] = verdict.missing.pop(self.rank)
+            self._report(call, verdict)
+        elif kind == FAILED:
+            self._spawn(self._spread(call, Verdict.unpacked(payload, self.size)))
+        elif kind == CONFIRM:
+            self._spawn(self._on_confirm(link, call, number))
+        elif kind == HELLO:
+            self._spawn(self._greeted(link, failures_in(payload, self.size)))
+        elif self.calls.awaits(call, number):
+            arrival = self._arrival((link.rank, kind, call, number))
+            if not arrival.done():
+                arrival.set_result((label, payload))
+
+    def _on_state(self, link: Link, call: int, number: int, state: Verdict) -> None:
+        link.state = call, number, state
+        step, rank = self.calls.steps.get(call), link.rank
+        if step is None or step.number != number:
+            return
+        asked = step.questions.pop(rank, 0.0)
+        if state.missing.get(rank) in (GAVE_UP, REFUSED):
+            # After its last messages have reached the step.
+            self._loop.call_later(_DELIVERY, self._report_left, step, rank, state)
+        if not state.text or rank not in step.awaited:
+            step.crossed.pop(rank, None)
+        elif asked - step.crossed.setdefault(rank, time.monotonic()) > _CROSSED_SECONDS:
+            # In a call of another number: the other rank may have left this one out.
+            self._report_crossing(step, rank, state.text, "")
+
+    def _report_left(self, step: Step, rank: int, state: Verdict) -> None:
+        if rank in step.awaited:
+            self._report(step.call, state)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def contained() -> None:
+            try:
+                # The reader of the connection reports these errors.
+                with suppress(OSError, EOFError):
+                    await work
+            except Exception:
+                logger.exception("the control connections of rank %d", self.rank)
+
+        task = self._loop.create_task(contained())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _close(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+        self._listener.close()
+        for each in self.sockets():
+            each.close()
+        for arrival in self._arrivals.values():
+            _close_unused(arrival)
+
+
+def _close_unused(arrival: asyncio.Future[Any]) -> None:
+    """Close a connection that no step has taken."""
+    if arrival.done() and isinstance(arrival.result(), socket.socket):
+        arrival.result().close()
 
 
 _trees: WeakSet[Tree] = WeakSet()

@@ -182,6 +182,8 @@ def own_hosts(store: Any = None) -> list[str]:
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
+        # A socket that is bound to the interface (SO_BINDTODEVICE) would know its address as well,
+        # but needs privileges before Linux 5.7.
         with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
             request = struct.pack("256s", name.encode()[:255])
             found = fcntl.ioctl(probe.fileno(), _INTERFACE_ADDRESS, request)

@@ -171,9 +171,7 @@ class Comparison:
             request.strict
         ) and not StrictHandling.requires_global_app_metadata(request.strict)
         if unexpected and (raising or StrictHandling.requires_logging(request.strict)):
-            text = strict.describe_unexpected(
-                unexpected, manifest, asked, request.advise
-            )
+            text = strict.describe_unexpected(unexpected, manifest, request.advise)
             if raising:
                 raise MismatchError(text)
             logger.warning("%s", text)
@@ -271,7 +269,7 @@ def find_missing(
     if StrictHandling.requires_raising(flag) and (missing or unexpected):
         texts = []
         if unexpected:
-            texts.append(strict.describe_unexpected(unexpected, manifest, asked))
+            texts.append(strict.describe_unexpected(unexpected, manifest))
         if missing:
             texts.append(strict.describe_missing(missing))
         raise MismatchError("\n".join(texts))

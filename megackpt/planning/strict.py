@@ -6,6 +6,7 @@ object. The common state is not counted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from enum import Enum
@@ -26,7 +27,6 @@ from megackpt.planning.manifest import (
     itemsizes,
     unique_key,
 )
-from megackpt.planning.mismatch_hints import StoredNames, shape_hint
 
 _NAMED = 50  # keys named in a message
 _ADVISED = 10  # names of a message for which a similar stored name is searched
@@ -42,6 +42,51 @@ StrictName = Literal[
     "return_all",
     "ignore_all",
 ]
+
+
+_COMPARED = 5000  # kinds of stored names to compare with a name
+
+
+class StoredNames:
+    """The names that a checkpoint holds."""
+
+    def __init__(self, names: Collection[str], manifest: Manifest) -> None:
+        self._names = set(names)
+        self._metas = {e.key: e.meta for e in manifest.tensors if not e.is_common}
+        self._patterns: dict[str, str] = {}  # pattern -> first name
+        for name in sorted(names):
+            self._patterns.setdefault(key_pattern(name), name)
+
+    def note(self, name: str) -> str:
+        """A remark on a name that is not stored; "" if nothing stored is similar."""
+        meta = self._metas.get(name) or self._metas.get(name.rpartition("/shard_")[0])
+        if meta is not None:
+            if meta.is_object:
+                return f" (stored as objects of the grid {meta.shape})"
+            return f" (stored as a tensor {meta.shape} {meta.dtype}, asked for as an object)"
+        # Names that differ in numbers only are of other layers.
+        pattern = key_pattern(name)
+        if pattern in self._patterns:
+            return ""
+        known = list(self._patterns)[:_COMPARED]
+        for near in get_close_matches(pattern, known, 1, 0.75):
+            meant = near
+            for number in re.findall(r"\b[0-9]+\b", name):
+                meant = meant.replace("*", number, 1)
+            if meant not in self._names:
+                meant = self._patterns[near]
+            return f" (did you mean {meant!r}?)"
+        return ""
+
+
+def shape_hint(key: str, asked: Sequence[int], stored: Sequence[int]) -> str:
+    """The likely cause of a global shape that is not stored; "" if unknown."""
+    if re.search("embed|vocab|output_layer|lm_head", key) and asked[1:] == stored[1:]:
+        return (
+            "\n  hint: if this is a vocabulary padded for another parallelism, "
+            "allow_shape_mismatch=True on the shard loads what both have, and zeros behind it"
+        )
+    return ""
 
 
 class StrictHandling(Enum):
@@ -112,14 +157,9 @@ def parse_strict_flag(strict: str | bool | Enum) -> StrictHandling:
         return StrictHandling(strict)
     except ValueError:
         values = [flag.value for flag in StrictHandling]
-        near = get_close_matches(str(strict), values, 1)
-        meant = ""
-        if near:
-            meant = f" (did you mean {near[0]!r}?)"
         flags = ", ".join(map(repr, values))
         raise ValueError(
-            f"Invalid strict flag: {strict!r}{meant}; one of {flags}, True or False is "
-            "expected"
+            f"Invalid strict flag: {strict!r}; one of {flags}, True or False is expected"
         ) from None
 
 
@@ -151,20 +191,16 @@ def keys(names: Collection[str], tensors: Sequence[TensorEntry]) -> set[str]:
 
 
 def describe_unexpected(
-    names: Collection[str],
-    manifest: Manifest,
-    asked: Collection[str] = (),
-    advise: bool = True,
+    names: Collection[str], manifest: Manifest, advise: bool = True
 ) -> str:
     """The error text about names that are asked for and not stored.
 
-    ``asked`` are all names that are asked for, if known: these are not meant by other names.
     With ``advise`` the text also names similar stored keys.
     """
     similar: set[str] = set()
     if advise:
         similar = stored(manifest)
-    known = StoredNames(similar, manifest, asked)
+    known = StoredNames(similar, manifest)
     ordered = sorted(names)
     lines = [f"Unexpected keys: asked for, but not in the checkpoint ({len(names)}):"]
     for number, name in enumerate(ordered):
@@ -172,7 +208,13 @@ def describe_unexpected(
         if number < _ADVISED:
             note = known.note(name)
         lines.append(f"  {name!r}{note}")
-    return join_truncated(lines, 1 + _NAMED, "\n") + known.hint(ordered)
+    text = join_truncated(lines, 1 + _NAMED, "\n")
+    if all(entry.is_common for entry in manifest.tensors):
+        text += (
+            "\n  hint: nothing but common state is stored: megackpt.load({}, directory) "
+            "returns it, with tensors that were saved without megackpt.sharded"
+        )
+    return text
 
 
 def describe_missing(names: Collection[str]) -> str:

@@ -1,4 +1,8 @@
-"""The zip archive of torch.save: where its members are. Only stored, unencrypted members."""
+"""The zip archive of torch.save: where its members are, and the bytes around new ones.
+
+Only stored, unencrypted members. Layout: APPNOTE.TXT (zip), and torch's own writer, whose members
+are in one folder, with payloads at multiples of ALIGNMENT.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,6 @@ from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
 
-LOCAL = struct.Struct("<4s5H3L2H")
-"""A member's local header, as in APPNOTE.TXT of the zip format."""
 STORAGES = {
     "float32": "Float",
     "float64": "Double",
@@ -29,6 +31,18 @@ STORAGES = {
     "complex128": "ComplexDouble",
 }
 """dtype to the typed storage that torch.save names; all others have an untyped one."""
+ALIGNMENT = 64
+LIMIT = 0xFFFF0000
+"""Sizes and offsets from here on need zip64: with its header a payload may pass 4 GiB."""
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_FOLDER = "archive/"
+_UTF8 = 0x0800  # torch sets this flag in every header
+_MAX32 = 0xFFFFFFFF  # the value is in the zip64 record
+_MAX16 = 0xFFFF
 _END_SIZE = 22  # bytes of the record that ends an archive without a comment
 _MEMBERS = 1 << 20  # more than any state has
 
@@ -38,11 +52,15 @@ Read = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One file in the archive: ``size`` stored bytes behind the local header at ``header``."""
+    """One stored file of ``size`` bytes, behind its local header at ``header``.
 
-    header: int
+    ``crc`` 0: not computed; torch accepts it.
+    """
+
+    name: str
     size: int
-    crc: int
+    header: int
+    crc: int = 0
 
 
 class Archive:
@@ -92,7 +110,7 @@ class Archive:
                     f"a torch archive's member {info.filename!r} is compressed, "
                     "or not inside the archive"
                 )
-            found[name] = Member(info.header_offset, info.file_size, info.CRC)
+            found[name] = Member(name, info.file_size, info.header_offset, info.CRC)
         if len(found) > _MEMBERS or sum(m.size for m in found.values()) > begin:
             raise CorruptCheckpoint(
                 "the members of a torch archive lie in the same bytes"
@@ -113,12 +131,12 @@ class Archive:
             raise CorruptCheckpoint(
                 f"the archive has no {name}: torch.save did not write it"
             )
-        fields = LOCAL.unpack(self.read(member.header, LOCAL.size))
+        fields = _LOCAL.unpack(self.read(member.header, _LOCAL.size))
         if fields[0] != b"PK\3\4":
             raise CorruptCheckpoint(
                 "a torch archive has no member where its directory says"
             )
-        return member.header + LOCAL.size + int(fields[9]) + int(fields[10])
+        return member.header + _LOCAL.size + int(fields[9]) + int(fields[10])
 
     def content(self, name: str, limit: int | None = None) -> bytes:
         """The bytes of a member, at most ``limit``, checked against their checksum."""
@@ -173,3 +191,68 @@ class _File(io.RawIOBase):
         data = self._archive.read(self._at, length)
         self._at += length
         return data
+
+
+# ---- Writing
+
+
+def aligned_start(member: Member) -> int:
+    """The byte behind an aligned header."""
+    end = member.header + _LOCAL.size + len(_FOLDER) + len(member.name.encode()) + 4
+    if member.size >= LIMIT:
+        end += 20
+    return -(-end // ALIGNMENT) * ALIGNMENT
+
+
+def header(member: Member, aligned: bool = False) -> bytes:
+    """The local header. ``aligned``: padded so that it ends at a multiple of ALIGNMENT."""
+    name = (_FOLDER + member.name).encode()
+    size = member.size
+    extra = b""
+    if size >= LIMIT:
+        extra = struct.pack("<2H2Q", 1, 16, size, size)
+        size = _MAX32
+    if aligned:  # by the extra field that torch uses
+        end = member.header + _LOCAL.size + len(name) + len(extra) + 4
+        gap = aligned_start(member) - end
+        extra += struct.pack("<2H", 0x4246, gap) + b"Z" * gap
+    fields = (0, _UTF8, 0, 0, 0, member.crc, size, size, len(name), len(extra))
+    return _LOCAL.pack(b"PK\3\4", *fields) + name + extra
+
+
+def directory(members: list[Member], start: int, wide: bool | None = None) -> bytes:
+    """The end of an archive, from byte ``start``. ``wide``: in zip64, by default where needed."""
+    if wide is None:
+        wide = start >= LIMIT or len(members) >= _MAX16
+    entries = []
+    for member in members:
+        name = (_FOLDER + member.name).encode()
+        size = member.size
+        offset = member.header
+        extra = b""
+        if size >= LIMIT:
+            extra += struct.pack("<2Q", size, size)
+            size = _MAX32
+        if offset >= LIMIT:
+            extra += struct.pack("<Q", offset)
+            offset = _MAX32
+        if extra:
+            extra = struct.pack("<2H", 1, len(extra)) + extra
+        flags = (0, 0, _UTF8, 0, 0, 0)
+        lengths = (size, size, len(name), len(extra))
+        entries.append(
+            _CENTRAL.pack(b"PK\1\2", *flags, member.crc, *lengths, 0, 0, 0, 0, offset)
+        )
+        entries += [name, extra]
+    table = b"".join(entries)
+    size = len(table)
+    count = len(members)
+    end64 = b""
+    if wide:
+        sizes = (count, count, size, start)
+        end64 = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, *sizes)
+        end64 += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        size = min(size, _MAX32)
+        start = _MAX32
+    count = min(count, _MAX16)
+    return table + end64 + _END.pack(b"PK\5\6", 0, 0, count, count, size, start, 0)

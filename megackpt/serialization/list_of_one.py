@@ -7,17 +7,14 @@ list change, so classes that nothing here knows survive. Opcodes: Python's pickl
 from __future__ import annotations
 
 import io
-import struct
-import zipfile
+import zlib
 from collections.abc import Callable
 from itertools import islice
 from pickletools import dis, genops
 from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
-from megackpt.serialization.archive import LOCAL, Archive
-
-_ALIGNMENT = 64  # of the bytes of storages, as torch has it
+from megackpt.serialization.archive import Archive, Member, directory, header
 
 
 def wrapped(blob: bytes) -> bytes:
@@ -46,16 +43,14 @@ def _rewritten(blob: bytes, change: Callable[[bytes], bytes]) -> bytes:
     # A DeprecationWarning comes from names with odd escapes, where warnings are errors.
     except (ValueError, IndexError, DeprecationWarning) as error:
         raise CorruptCheckpoint(f"a pickle is damaged: {error}") from error
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as file:
-        for name, content in contents.items():
-            member = zipfile.ZipInfo(f"archive/{name}")
-            if name.startswith("data/"):
-                begin = buffer.tell() + LOCAL.size + len(member.filename) + 4
-                gap = -begin % _ALIGNMENT
-                member.extra = struct.pack("<2H", 0x4246, gap) + b"Z" * gap
-            file.writestr(member, content)
-    return buffer.getvalue()
+    data = bytearray()
+    members = []
+    for name, content in contents.items():
+        member = Member(name, len(content), len(data), zlib.crc32(content))
+        data += header(member, aligned=name.startswith("data/"))
+        data += content
+        members.append(member)
+    return bytes(data + directory(members, len(data)))
 
 
 def _without_frames(pickle: bytes) -> bytes:

@@ -8,7 +8,6 @@ from megackpt.storage.bucket import (
     BucketStorage as BucketStorage,
     Version as Version,
     conditional_puts as conditional_puts,
-    is_url as is_url,
     root_at as root_at,
 )
 from megackpt.storage.executor import (
@@ -27,6 +26,7 @@ from megackpt.storage.interface import (
     allocate as allocate,
     digest as digest,
     digest_blocks as digest_blocks,
+    is_url as is_url,
     read_again as read_again,
     read_dense as read_dense,
     read_digested as read_digested,

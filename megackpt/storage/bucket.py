@@ -18,6 +18,7 @@ from megackpt.storage.interface import (
     FileUpdater,
     FileWriter,
     Storage,
+    is_url,
     unsafe_names,
 )
 from megackpt.storage.local import LocalStorage
@@ -338,20 +339,6 @@ def _single_writer() -> bool:
 
 def _absent(url: str) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
-
-
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_SPOILT = re.compile(r"(?:s3a?|gs|az|azure|abfss?):/[^/]")
-
-
-def is_url(place: str | os.PathLike[str]) -> bool:
-    """Return whether this is a URL rather than a path. StorageError for a URL that Path damaged."""
-    if _SPOILT.match(str(place)):
-        raise StorageError(
-            f"{str(place)!r} was a URL, and a Path has made one slash of two: "
-            "give it as a str"
-        )
-    return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
 def root_at(place: str | os.PathLike[str], create: bool = False) -> Storage:

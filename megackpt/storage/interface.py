@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import xxhash
 
 from megackpt import limits
-from megackpt.errors import CheckpointReplaced, CorruptCheckpoint
+from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, StorageError
 from megackpt.planning.manifest import DIGEST_BLOCK
 
 T = TypeVar("T")
@@ -23,6 +23,8 @@ _SMALL = 64 << 10
 """Bytes that take less time to hash than another thread to start."""
 _SAFE = re.compile(r"(?!\.\.?(?:/|\Z))[^/\0]+(?:/(?!\.\.?(?:/|\Z))[^/\0]+)*")
 """Parts that are neither empty nor ``.`` nor ``..``, without NUL."""
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SPOILT = re.compile(r"(?:s3a?|gs|az|azure|abfss?):/[^/]")
 
 
 def unsafe_names(names: Iterable[str]) -> list[str]:
@@ -31,6 +33,16 @@ def unsafe_names(names: Iterable[str]) -> list[str]:
     They are absolute, contain NUL, have an empty, ``.`` or ``..`` part, or cannot be encoded.
     """
     return [name for name in names if not is_safe_name(name)]
+
+
+def is_url(place: str | os.PathLike[str]) -> bool:
+    """Return whether this is a URL rather than a path. StorageError for a URL that Path damaged."""
+    if _SPOILT.match(str(place)):
+        raise StorageError(
+            f"{str(place)!r} was a URL, and a Path has made one slash of two: "
+            "give it as a str"
+        )
+    return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
 def is_safe_name(name: str) -> bool:

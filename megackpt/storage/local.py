@@ -15,6 +15,7 @@ from megackpt.storage.direct import DirectWriter
 from megackpt.storage.files import (
     BELOW,
     FOLDER,
+    LocalBatch,
     LocalReader,
     LocalUpdater,
     LocalWriter,
@@ -34,7 +35,6 @@ from megackpt.storage.interface import (
     Storage,
     is_safe_name,
 )
-from megackpt.storage.local_batch import LocalBatch
 
 # NONBLOCK: the open of a FIFO must not wait for its other end.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -6,7 +6,6 @@ from megackpt.backends.base import (
     CheckpointingConfig as CheckpointingConfig,
     read_config as read_config,
 )
-from megackpt.strategies.detection import find_backend as find_backend
 from megackpt.strategies.formats import backend_named as backend_named
 from megackpt.strategies.policy import (
     COMMON_IS_KEPT as COMMON_IS_KEPT,
@@ -19,6 +18,7 @@ from megackpt.strategies.policy import (
     as_strategy as as_strategy,
     asked_format as asked_format,
     default_strategies as default_strategies,
+    find_backend as find_backend,
     get_default_save_sharded_strategy as get_default_save_sharded_strategy,
     get_default_strategy as get_default_strategy,
     loading as loading,

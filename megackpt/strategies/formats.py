@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import logging
@@ -142,12 +141,7 @@ def kinds(name: str) -> Iterator[type[Backend]]:
     named = [entry for entry in formats() if entry.name == name]
     if not named:
         known = sorted({entry.name for entry in formats()})
-        hint = ""
-        for near in difflib.get_close_matches(str(name), known, n=1):
-            hint = f"; did you mean {near!r}?"
-        raise BackendError(
-            f"unknown format {name!r}: known are {', '.join(known)}{hint}"
-        )
+        raise BackendError(f"unknown format {name!r}: known are {', '.join(known)}")
     for entry in sorted(named, key=lambda entry: -entry.version):
         yield entry.kind()
 

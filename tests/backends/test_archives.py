@@ -10,18 +10,15 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from megackpt.backends import archives
 from megackpt.backends.archives import (
-    ALIGNMENT,
-    Member,
     StoredTensor,
     UnsupportedTensor,
-    directory,
-    header,
     load_structure,
     tensor_opcodes,
 )
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
+from megackpt.serialization import archive as archives
+from megackpt.serialization.archive import ALIGNMENT, Member, directory, header
 
 CONTENTS = st.dictionaries(
     st.text("abc0123456789", min_size=1, max_size=9),
@@ -39,13 +36,11 @@ def test_zip_readers_find_what_was_written(
         patch.setattr(archives, "LIMIT", limit)
         data, members = b"", []
         for name, content in contents.items():
-            members.append(
-                Member(name.encode(), len(content), len(data), zlib.crc32(content))
-            )
+            members.append(Member(name, len(content), len(data), zlib.crc32(content)))
             data += header(members[-1], aligned)
             assert not aligned or len(data) % ALIGNMENT == 0
             data += content
-        data += directory(members, len(data), wide=len(data) >= limit)
+        data += directory(members, len(data))
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         assert archive.testzip() is None
         assert {name: archive.read(f"archive/{name}") for name in contents} == contents

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from megackpt.backends.range_pieces import SKIP, Pieces
-from megackpt.backends.ranges import read_raw
+from megackpt.backends.ranges import SKIP, Pieces, read_raw
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (

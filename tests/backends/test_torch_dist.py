@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from megackpt.backends.archives import frame, frame_lengths
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.backends.torch_dist.record_frame import frame, frame_lengths
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,

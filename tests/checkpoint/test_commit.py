@@ -21,7 +21,6 @@ from megackpt.checkpoint import (
     marker as markers,
     open_checkpoint,
     open_same,
-    sibling_directories,
     staging_storage,
 )
 from megackpt.errors import (
@@ -87,7 +86,7 @@ def test_files_that_could_not_be_determined_once_are_not_those_of_others(
         raise StorageError("an input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sibling_directories, "own_files", refuse)
+        patched.setattr(directory_target, "own_files", refuse)
         for _ in range(2):
             with pytest.raises(StorageError, match="input/output"):
                 target.refuse_collisions(["toc"], ())

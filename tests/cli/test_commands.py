@@ -222,9 +222,8 @@ def test_the_page_lists_the_fields(
 ) -> None:
     assert set(asked("ls", checkpoint)) == fields("ls")
     page = str(tmp_path / "m.html")
-    picture = str(tmp_path / "m.svg")
-    files = ("--html", page, "--svg", picture)
-    assert set(asked("show", checkpoint, "w", "--common", *files)) == fields("show")
+    report = ("--common", "--html", page)
+    assert set(asked("show", checkpoint, "w", *report)) == fields("show")
     assert set(asked("verify", checkpoint)) == fields("verify")
     same = ("diff", checkpoint, checkpoint, "--html", page)
     assert set(asked(*same)) == fields("diff")

@@ -129,25 +129,16 @@ def test_no_class_of_a_checkpoint_is_imported(
 
 
 def test_the_shard_map(
-    checkpoint: Path, tmp_path: Path, plain: Callable[..., str]
+    checkpoint: Path,
+    tmp_path: Path,
+    plain: Callable[..., str],
+    asked: Callable[..., Any],
 ) -> None:
     page = tmp_path / "map.html"
     assert str(page) in plain("show", checkpoint, "--html", page)
+    assert "entries" not in asked("show", checkpoint, "--html", page)
     assert "<html" in page.read_text(encoding="utf-8")
     plain("show", checkpoint, "--html", tmp_path / "no" / "map.html", status=6)
-
-
-def test_the_overview_as_a_picture(
-    checkpoint: Path, tmp_path: Path, asked: Callable[..., Any]
-) -> None:
-    picture = tmp_path / "map.svg"
-    answer = asked("show", checkpoint, "--svg", picture)
-    assert answer["svg"] == str(picture)
-    assert "entries" not in answer
-    text = picture.read_text(encoding="utf-8")
-    assert text.startswith("<svg ")
-    assert str(checkpoint)[-20:] in text
-    asked("show", checkpoint, "--svg", tmp_path / "no" / "map.svg", status=6)
 
 
 def test_long_numbers_in_keys_are_no_layers(

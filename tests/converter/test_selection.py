@@ -10,7 +10,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.converter.cell_source import cast
+from megackpt.converter.conversion_workers import cast
 from megackpt.converter.selection import CASTS, Selection
 from megackpt.errors import MismatchError
 from megackpt.planning.manifest import Chunks, Manifest, TensorEntry, TensorMeta

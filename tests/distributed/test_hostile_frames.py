@@ -254,7 +254,7 @@ def test_a_failure_of_no_call_leaves_connections_alone(
 def test_messages_for_no_step_are_not_kept_without_end(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megackpt.distributed.links._MOST_ARRIVALS", 100)
+    monkeypatch.setattr("megackpt.distributed.rank_tree._MOST_ARRIVALS", 100)
     made = job.connected(messages.LINK, 2)
     with made, suppress(OSError):
         made.settimeout(30)

@@ -19,7 +19,7 @@ from megackpt import (
     ShardedTensor,
     Strategy,
 )
-from megackpt.backends import range_pieces, ranges
+from megackpt.backends import ranges
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.loader import exchange, load_operation
@@ -137,7 +137,7 @@ def loaded(
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each small tensor is read by itself, as a model's large ones are, and nothing that lies between along with it."""
     monkeypatch.setattr(exchange_plan, "SMALL_READS", 1)
-    monkeypatch.setattr(range_pieces, "SKIP", 0)
+    monkeypatch.setattr(ranges, "SKIP", 0)
     monkeypatch.setattr(ranges, "GAP", 0)
 
 

@@ -164,8 +164,7 @@ def the_ranks_choose_different_formats(r):
 
 @mistake(
     BackendError,
-    "unknown format 'torch-dist': known are",
-    "did you mean 'torch_dist'?",
+    "unknown format 'torch-dist': known are safetensors, torch, torch_dist, zarr",
 )
 def the_format_is_misspelt(r):
     r.save(r.model(), "torch-dist")

@@ -47,17 +47,13 @@ def test_whatever_names_a_format_saves_in_it_and_loads_it(tmp_path, given, expec
         assert megackpt.load(state(), tmp_path / "c", asked)["w"].tolist() == [7.0] * 4
 
 
-def test_an_unknown_name_lists_the_known_ones_and_the_nearest(tmp_path):
+def test_an_unknown_name_lists_the_known_ones(tmp_path):
     for call in (megackpt.save, megackpt.load):
         with pytest.raises(
             BackendError,
-            match=r"unknown format 'zar': known are .*torch_dist.*; did you mean 'zarr'\?",
+            match=r"unknown format 'zar': known are [a-z_, ]*torch_dist, zarr$",
         ):
             call(state(), tmp_path / "c", "zar")
-    with pytest.raises(
-        BackendError, match=r"unknown format 'xyzzy': known are [a-z_, ]*$"
-    ):
-        megackpt.save(state(), tmp_path / "c", "xyzzy")
 
 
 @pytest.mark.parametrize("wrong", [5, ("zarr",), ("zarr", "2"), TorchDist])
@@ -102,7 +98,7 @@ def test_a_package_adds_a_format_by_its_entry_point(tmp_path, plug):
     megackpt.save(state(3.0), tmp_path / "c", "mine")
     assert saved_as(tmp_path / "c") == ("mine", 1)
     assert megackpt.load(state(), tmp_path / "c")["w"].tolist() == [3.0] * 4
-    with pytest.raises(BackendError, match="did you mean 'mine'"):
+    with pytest.raises(BackendError, match="unknown format 'mime': known are mine, "):
         megackpt.save(state(), tmp_path / "d", "mime")
 
 

@@ -11,12 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from megackpt.backends.archives import ALIGNMENT
+from megackpt.backends.archives import frame_lengths
 from megackpt.backends.base import Backend
 from megackpt.backends.object_files import shard_file
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.distcp_writer import distribute
-from megackpt.backends.torch_dist.record_frame import frame_lengths
 from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.cell_writer import WrittenChunk, write_result
 from megackpt.backends.zarr.grid import ArrayLayout, Cells, entry_name, fragments_file
@@ -33,6 +32,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
+from megackpt.serialization.archive import ALIGNMENT
 
 NO_DIGESTS = np.zeros((0, DIGEST_SIZE), np.uint8)
 

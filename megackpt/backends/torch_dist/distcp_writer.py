@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megackpt.backends.archives import ALIGNMENT
+from megackpt.backends.archives import frame
 from megackpt.backends.base import Source, views
 from megackpt.backends.object_files import COMMON_FILE
-from megackpt.backends.torch_dist.record_frame import frame
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64, runs
 from megackpt.planning.manifest import (
@@ -26,6 +25,7 @@ from megackpt.planning.manifest import (
     digest_rows,
     table_of,
 )
+from megackpt.serialization.archive import ALIGNMENT
 from megackpt.storage import FileWriter, Storage, digest
 
 BATCH = 1 << 20

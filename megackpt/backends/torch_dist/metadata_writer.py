@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.backends.archives import WIDE, text
-from megackpt.backends.torch_dist.record_frame import frame_lengths
+from megackpt.backends.archives import WIDE, frame_lengths, text
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64, runs
 from megackpt.planning.manifest import (

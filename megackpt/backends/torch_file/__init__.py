@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from megackpt.backends import shared_files, weight_maps
-from megackpt.backends.archives import Member, aligned_start, check_archive
+from megackpt.backends.archives import check_archive
 from megackpt.backends.base import (
     Backend,
     Finished,
@@ -37,6 +37,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
+from megackpt.serialization.archive import Member, aligned_start
 from megackpt.storage import SingleFile, Storage, digest_blocks
 
 _BIN = "pytorch_model.bin"
@@ -69,7 +70,7 @@ class TorchFile(Backend):
                     continue
                 # Objects come after all tensors, because their sizes are known only now.
                 blob = b"".join(data.blocks(row))
-                start = aligned_start(Member(b"data/%d" % number, len(blob), end))
+                start = aligned_start(Member(f"data/{number}", len(blob), end))
                 updater.write_at(start, [memoryview(blob)])
                 number += 1
                 end = start + len(blob)

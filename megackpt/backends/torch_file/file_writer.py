@@ -17,23 +17,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from megackpt.backends.archives import (
-    LIMIT,
+from megackpt.backends.archives import tensor_opcodes, text
+from megackpt.errors import BackendError
+from megackpt.planning.manifest import Location, Manifest, TensorEntry, unique_key
+from megackpt.serialization.archive import (
     Member,
     aligned_start,
     directory,
     header,
-    tensor_opcodes,
-    text,
 )
-from megackpt.errors import BackendError
-from megackpt.planning.manifest import Location, Manifest, TensorEntry, unique_key
 from megackpt.storage import Storage
 
 NAME = "model.pt"
 STATE = "megackpt.state"
 """The key of the common state and the objects in the dict of tensors."""
-_MAX_MEMBERS = 0xFFFF  # of a directory that is not zip64
 
 
 def payloads(sizes: Iterable[int]) -> list[Member]:
@@ -41,7 +38,7 @@ def payloads(sizes: Iterable[int]) -> list[Member]:
     found: list[Member] = []
     position = 0
     for number, size in enumerate(sizes):
-        member = Member(b"data/%d" % number, size, position)
+        member = Member(f"data/{number}", size, position)
         position = aligned_start(member) + size
         found.append(member)
     return found
@@ -105,14 +102,14 @@ def write_archive(
     tail = b""
     table = list(members.values())
     for name, content in (
-        (b"data.pkl", _pickle(manifest, members)),
-        (b"byteorder", b"little"),
-        (b"version", b"3\n"),
+        ("data.pkl", _pickle(manifest, members)),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
     ):
         table.append(Member(name, len(content), end + len(tail), zlib.crc32(content)))
         tail += header(table[-1]) + content
     begin = end + len(tail)
-    tail += directory(table, begin, begin >= LIMIT or len(table) >= _MAX_MEMBERS)
+    tail += directory(table, begin)
     with root.update(NAME) as updater:
         for member in members.values():
             updater.write_at(member.header, [memoryview(header(member, aligned=True))])
@@ -125,7 +122,7 @@ def _pickle(manifest: Manifest, members: Mapping[int, Member]) -> bytes:
     storages = {}
     for row, member in members.items():
         key, meta = manifest.tensors[manifest.chunks.tensor[row]]
-        storage = storages[row] = member.name.decode().removeprefix("data/")
+        storage = storages[row] = member.name.removeprefix("data/")
         if not meta.is_object:
             parts += [text(key), tensor_opcodes(meta.dtype, meta.shape, storage)]
     names = object_names(manifest)

@@ -24,10 +24,9 @@ from typing import Any
 from megackpt.checkpoint import Opened
 from megackpt.cli.output import to_json
 from megackpt.cli.report.map_data import declarations_data, manifest_data
-from megackpt.cli.report.overview import overview_svg
 from megackpt.planning.manifest import Declarations, Manifest
 
-__all__ = ["comparison_map", "shard_map", "shard_map_of_declarations", "shard_map_svg"]
+__all__ = ["comparison_map", "shard_map", "shard_map_of_declarations"]
 
 SCRIPTS = (
     "words",
@@ -63,11 +62,6 @@ def shard_map(stored: Manifest | Opened, title: str = "") -> str:
     data["facts"].append(["in", location])
     data["small"] = [[name, size] for name, (size, _) in sorted(stored.small.items())]
     return _make_page(title or location.rstrip("/").rpartition("/")[2], data)
-
-
-def shard_map_svg(stored: Manifest, title: str = "a checkpoint") -> str:
-    """The overview of the page about a checkpoint as an SVG picture: a row for each layer."""
-    return overview_svg(manifest_data(stored), title, _source("overview.css"))
 
 
 def shard_map_of_declarations(

@@ -1,22 +1,16 @@
-"""The overview: its rows, its bars, the picture, and what colours, clicks and addresses do in the page."""
+"""The overview: its rows, its bars, and what colours, clicks and addresses do in the page."""
 
 from __future__ import annotations
 
 import json
-import re
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megackpt.cli.report import (
-    shard_map,
-    shard_map_of_declarations,
-    shard_map_svg,
-)
-from megackpt.cli.report.map_data import manifest_data
-from megackpt.cli.report.overview import MAX_COLUMNS, MAX_ROWS, RAMP
+from megackpt.cli.report import shard_map, shard_map_of_declarations
+from megackpt.cli.report.map_data import MAX_ROWS, manifest_data
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     Declaration,
@@ -27,7 +21,6 @@ from megackpt.planning.manifest import (
 )
 from megackpt.planning.save_plan import plan_save
 
-SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "</text><script>document.title='run'</script>\0\ud800&\"'"
 
 Look = Callable[[str], Any]
@@ -104,72 +97,6 @@ def test_branches_without_layers_are_split_the_largest_first() -> None:
     assert labels_and_keys(plan_save([Declarations.of([])])[1]) == {}
 
 
-def bars(svg: str) -> dict[str, float]:
-    """Height of all bars of each colour."""
-    found = {}
-    for path in ET.fromstring(svg).iter(f"{SVG}path"):
-        if colour := path.get("fill"):
-            heights = re.findall(r"v-([\d.]+)h", path.get("d") or "")
-            found[colour] = sum(map(float, heights))
-    return found
-
-
-def test_the_picture_has_a_bar_for_each_rank_in_its_colour() -> None:
-    svg = shard_map_svg(stored(("a", 400, 0, 4), ("b", 100, 0, 1)), "run/iter_1")
-    root = ET.fromstring(svg)
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert texts[0] == "run/iter_1"
-    assert "4 ranks" in (texts[1] or "")
-    assert {"a", "b", "0", "1", "2", "3", "1.6 KiB", "400 B"} <= set(texts)
-    heights = bars(svg)
-    assert next(iter(heights)) == f"#{RAMP[0]}"
-    assert list(heights)[-1] == f"#{RAMP[-1]}"
-    first, *others = heights.values()
-    assert first > 1.3 * others[0]
-    assert others == [others[0]] * 3
-
-
-def test_thousands_of_ranks_share_columns() -> None:
-    ranks = 4096
-    svg = shard_map_svg(stored(("a", 2 * ranks, 0, ranks), ("b", 4, 4000, 4001)))
-    heights = bars(svg)
-    assert 200 < len(heights) <= MAX_COLUMNS
-    assert "16 in a column" in svg
-    assert len(svg) < 60_000
-
-
-def test_a_checkpoint_without_ranks_is_shown_by_file(tmp_path) -> None:
-    manifest = stored(("a", 400, 0, 4))
-    chunks = manifest.chunks
-    nobody = chunks.writer * 0 - 1
-    manifest = Manifest(
-        manifest.tensors,
-        manifest.grids,
-        type(chunks)(
-            chunks.tensor,
-            chunks.boxes,
-            nobody,
-            chunks.tensor,
-            chunks.start,
-            chunks.length,
-            chunks.digests,
-        ),
-        ("model.safetensors",),
-    )
-    assert "1 files" in shard_map_svg(manifest)
-    assert len(bars(shard_map_svg(manifest))) == 1
-
-
-def test_hostile_keys_and_titles_are_text_in_the_picture() -> None:
-    svg = shard_map_svg(stored((HOSTILE, 4, 0, 1)), HOSTILE)
-    root = ET.fromstring(svg.encode())
-    assert {element.tag for element in root.iter()} == {
-        f"{SVG}{tag}" for tag in ("svg", "style", "rect", "path", "text")
-    }
-    assert "<script>" in "".join(root.itertext())
-    assert ET.fromstring(shard_map_svg(plan_save([Declarations.of([])])[1])) is not None
-
-
 @pytest.mark.browser
 def test_the_overview_is_the_first_thing_on_the_page(look: Look) -> None:
     page = look(shard_map(stored(*model(4)), "run"))
@@ -180,6 +107,18 @@ def test_the_overview_is_the_first_thing_on_the_page(look: Look) -> None:
     assert texts[:4] == ["0", "1", "2", "3"]
     assert {"decoder.layers.3", "embedding.weight", "16.0 KiB"} <= set(texts)
     assert page.run("document.querySelectorAll('.overview path').length") == 4
+    assert not page.log
+
+
+@pytest.mark.browser
+def test_a_checkpoint_without_ranks_is_shown_by_file(look: Look) -> None:
+    manifest = stored(("a", 400, 0, 4))
+    chunks = manifest.chunks
+    rankless = replace(chunks, writer=chunks.writer * 0 - 1, file=chunks.tensor)
+    manifest = replace(manifest, chunks=rankless, files=("model.safetensors",))
+    page = look(shard_map(manifest))
+    assert page.text("main section h3")[0] == "Which file holds what"
+    assert page.run("document.querySelectorAll('.overview path').length") == 1
     assert not page.log
 
 

@@ -131,7 +131,6 @@ def test_the_parts_of_the_page_are_all_used_and_all_shipped() -> None:
     assert {part.name for part in PARTS} == {
         "page.html",
         "page.css",
-        "overview.css",
         *(f"{name}.js" for name in SCRIPTS),
     }
     shipped = (Path(__file__).parents[3] / "setup.cfg").read_text(encoding="utf-8")
