@@ -78,6 +78,7 @@ megackpt.megatron.state_parts: optim_state_to_sharding_state
 megackpt: AsyncRequest StrictHandling load_common_state_dict load_content_metadata
     load_plain_tensors load_sharded_metadata load_tensors_metadata remove_sharded_tensors
 megackpt.loader.metadata: CkptShardedMetadata
+megackpt.state: StateDict
 megackpt.strategies: StrategyAction
 megackpt.megatron.save_load: _legacy_common_state_exists get_default_load_sharded_strategy
     get_default_save_common_strategy get_default_save_sharded_strategy load save
@@ -142,7 +143,7 @@ megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy LoadShardedStrategy
     MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy
     register_default_torch_strategies
 megackpt.megatron.torch_dcp: CachedMetadataFileSystemReader FileSystemWriterAsync
-    get_async_strategy
+    _get_filesystem_reader get_async_strategy
 refused-dcp: CheckpointableShardedTensor LocalShardsContainer MCoreLoadPlanner MCoreSavePlanner
     _replace_sharded_keys_with_state_dict_keys _replace_state_dict_keys_with_sharded_keys
     _unwrap_pyt_sharded_tensor flatten_state_dict mcore_to_pyt_state_dict

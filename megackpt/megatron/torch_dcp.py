@@ -87,3 +87,10 @@ class CachedMetadataFileSystemReader(dcp.FileSystemReader):
     @classmethod
     def clear_metadata_cache(cls) -> None:
         """Do nothing: nothing is cached."""
+
+
+def _get_filesystem_reader(
+    checkpoint_dir: Any, cache_metadata: bool = False, async_strategy: str = "mcore"
+) -> CachedMetadataFileSystemReader:
+    """The reader. Megatron-Bridge calls this for the names that a checkpoint holds."""
+    return CachedMetadataFileSystemReader(checkpoint_dir, cache_metadata)

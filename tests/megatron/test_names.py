@@ -37,7 +37,7 @@ NAMES = {
     ".optimizer": "KEEP_VARS_HINT LocalNonpersistentObject get_optim_param_to_id_map "
     "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
     "optim_state_to_sharding_state",
-    ".serialization": "AsyncRequest CkptShardedMetadata StrategyAction StrictHandling "
+    ".serialization": "AsyncRequest CkptShardedMetadata StateDict StrategyAction StrictHandling "
     "get_default_load_sharded_strategy get_default_save_common_strategy "
     "get_default_save_sharded_strategy get_default_strategy load load_common_state_dict "
     "load_content_metadata load_plain_tensors load_sharded_metadata load_tensors_metadata "
@@ -60,7 +60,7 @@ NAMES = {
     ".strategies.tensorstore": "TensorStoreLoadShardedStrategy",
     ".strategies.torch": "AsyncSaveShardedStrategy CachedMetadataFileSystemReader FileSystemWriterAsync "
     "LoadShardedStrategy MCoreMetadata MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy "
-    "register_default_torch_strategies",
+    "_get_filesystem_reader register_default_torch_strategies",
     ".strategies.two_stage": "TwoStageDataParallelLoadShardedStrategy",
     ".strategies.zarr": "LoadShardedStrategy ZarrLoadShardedStrategy ZarrSaveShardedStrategy",
     ".tensor_aware_state_dict": "MCoreTensorAwareStateDict",
