@@ -17,8 +17,6 @@ PLACES = {
     "torch.distributed.checkpoint": (
         "dcp/",
         "backends/torch_dist",
-        "megatron/torch_dcp",
-        "megatron/bucket_writer",
         "adapters/checkpointable",
         "manager/stateful",
         "integrations/",

@@ -12,7 +12,7 @@ declarations of all ranks are compared, the lowest rank's becomes the main repli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import index
@@ -38,6 +38,8 @@ from megackpt.state.storable import (
 )
 
 Shape = tuple[int, ...]
+ChunkShape = tuple[Shape, Shape, Shape]
+"""Offset and size of a chunk, and the global shape."""
 
 
 class _Chunk(NamedTuple):
@@ -115,12 +117,13 @@ def has_methods(value: Any) -> bool:
     return not set(SHARD_METHODS).isdisjoint(found)
 
 
-def _chunks_by_fields(
-    key: str,
-    data: torch.Tensor,
-    named: torch.Tensor,
-) -> tuple[Shape, list[_Chunk]]:
-    """The global shape, and the boxes of ``data`` that the fields of ``named`` name."""
+def pieces_by_fields(
+    key: str, named: torch.Tensor
+) -> tuple[Shape, list[tuple[Shape, Shape, Shape]]]:
+    """The global shape; and of each piece the offset there, the local offset, and the size.
+
+    ShardingError unless all fields are there, with as many pieces in each.
+    """
     lacking = [name for name in SHARD_FIELDS if not hasattr(named, name)]
     if lacking:
         has = ", ".join(name for name in SHARD_FIELDS if name not in lacking)
@@ -143,10 +146,31 @@ def _chunks_by_fields(
             f"{key!r}: {len(offsets)} global_offsets, {len(starts)} local_offsets and {len(sizes)} "
             "local_sizes are not one of each for each piece"
         )
+    return shape, list(zip(offsets, starts, sizes, strict=True))
+
+
+def chunks_of_items(items: Iterable[Any]) -> list[ChunkShape]:
+    """The chunks of torch's WriteItems. Items of objects have none."""
+    chunks = []
+    for item in items:
+        data = item.tensor_data
+        if data is not None:
+            chunk = data.chunk
+            chunks.append((_ints(chunk.offsets), _ints(chunk.sizes), _ints(data.size)))
+    return chunks
+
+
+def _chunks_by_fields(
+    key: str,
+    data: torch.Tensor,
+    named: torch.Tensor,
+) -> tuple[Shape, list[_Chunk]]:
+    """The global shape, and the boxes of ``data`` that the fields of ``named`` name."""
+    shape, pieces = pieces_by_fields(key, named)
     whole = Box.whole(shape)
     local = Box.whole(tuple(data.shape))
     chunks = []
-    for offset, start, size in zip(offsets, starts, sizes, strict=True):
+    for offset, start, size in pieces:
         piece = (
             f"the piece of local_sizes {size} at local_offsets {start}, global_offsets "
             f"{offset}"
@@ -184,11 +208,10 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
         )
     try:
         items = list(value.__create_write_items__(key, value))
-        written = {}
-        for item in items:
-            chunk = item.tensor_data.chunk
-            written[_ints(chunk.offsets), _ints(chunk.sizes)] = item
-        shapes = {_ints(item.tensor_data.size) for item in items}
+        written, shapes = {}, set()
+        for item, chunk in zip(items, chunks_of_items(items), strict=True):
+            written[chunk[:2]] = item
+            shapes.add(chunk[2])
         names = {item.index.fqn for item in items} | {key}
         held = [
             (_ints(chunk.offsets), _ints(chunk.sizes))

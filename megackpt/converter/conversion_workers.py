@@ -124,6 +124,7 @@ def cast(array: NDArray[Any], stored: str, wanted: str) -> tuple[NDArray[Any], i
     bits = result.view(torch.uint8).numpy().view(f"u{target.itemsize}")
     return bits.reshape(array.shape), overflows
 
+
 _CHECK_SECONDS = 1.0
 
 

@@ -7,14 +7,19 @@ The functions here refuse what would be stored as a whole tensor although it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
+from megackpt.adapters.checkpointable import (
+    ChunkShape,
+    chunks_of_items,
+    pieces_by_fields,
+)
 from megackpt.errors import ShardingError
 from megackpt.state.storable import (
     SHARD_FIELDS,
@@ -22,9 +27,6 @@ from megackpt.state.storable import (
     distributed_name,
     shard_fields,
 )
-
-ChunkShape = tuple[tuple[int, ...], ...]
-"""Offset and size of a chunk, and the global shape."""
 
 _ADVICE = (
     f"torch knows the protocol from 2.15 on, if all of {', '.join(SHARD_FIELDS)} are set. "
@@ -39,7 +41,7 @@ def check_known(state_dict: Mapping[str, Any]) -> None:
             continue
         if hasattr(value, SHARD_METHODS[0]):
             continue  # All releases of torch call the methods, whatever fields there are.
-        if _from_fields(value) != _from_items(_create_write_items(key, value)):
+        if _from_fields(key, value) != chunks_of_items(_create_write_items(key, value)):
             raise ShardingError(
                 f"{key!r}: torch {torch.__version__} takes a {distributed_name(value)} for a "
                 f"whole tensor: {_ADVICE}"
@@ -53,9 +55,9 @@ def named_chunks(state_dict: Mapping[str, Any]) -> dict[str, list[ChunkShape]]:
         if not isinstance(value, torch.Tensor):
             continue
         if hasattr(getattr(value, "_local_tensor", value), SHARD_METHODS[0]):
-            chunks[key] = _from_items(_create_write_items(key, value))
+            chunks[key] = chunks_of_items(_create_write_items(key, value))
         elif shard_fields(value):
-            chunks[key] = _from_fields(value)
+            chunks[key] = _from_fields(key, value)
     return chunks
 
 
@@ -83,26 +85,13 @@ def check_plan(chunks: Mapping[str, list[ChunkShape]], plan: SavePlan) -> None:
     """Raise ShardingError where a plan of staged tensors lacks the chunks of the originals."""
     for key, expected in chunks.items():
         items = [item for item in plan.items if item.index.fqn == key]
-        if items and sorted(_from_items(items)) != sorted(expected):
+        if items and sorted(chunks_of_items(items)) != sorted(expected):
             raise ShardingError(
                 f"{key!r}: the tensor names its shard, and the copy that async_save staged of it "
                 f"does not (a process receives bare tensors): {_ADVICE}"
             )
 
 
-def _from_fields(tensor: Any) -> list[ChunkShape]:
-    shape, offsets, _, sizes = (getattr(tensor, name, ()) for name in SHARD_FIELDS)
-    chunks: list[ChunkShape] = []
-    for offset, size in zip(offsets, sizes, strict=False):
-        chunks.append((tuple(offset), tuple(size), tuple(shape)))
-    return chunks
-
-
-def _from_items(items: Iterable[WriteItem]) -> list[ChunkShape]:
-    chunks: list[ChunkShape] = []
-    for item in items:
-        data = item.tensor_data
-        if data is not None:
-            chunk = data.chunk
-            chunks.append((tuple(chunk.offsets), tuple(chunk.sizes), tuple(data.size)))
-    return chunks
+def _from_fields(key: str, tensor: torch.Tensor) -> list[ChunkShape]:
+    shape, pieces = pieces_by_fields(key, tensor)
+    return [(offset, size, shape) for offset, _, size in pieces]

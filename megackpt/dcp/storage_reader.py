@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megackpt.backends.torch_dist import METADATA
+from megackpt.backends.torch_dist.foreign_manifest import native_manifest
 from megackpt.backends.torch_dist.metadata_pickle import Record
 from megackpt.backends.torch_dist.metadata_reader import (
     ListedItem,
@@ -31,12 +32,7 @@ from megackpt.checkpoint import INDEX, absolute, open_checkpoint
 from megackpt.checkpoint.opening import unreplaced
 from megackpt.dcp.item_reader import ItemReader, OpenCheckpoint
 from megackpt.dcp.storage_writer import Path, is_checkpoint_path
-from megackpt.dcp.torch_metadata import (
-    ChunkName,
-    metadata_of,
-    native_manifest,
-    rows_of,
-)
+from megackpt.dcp.torch_metadata import ChunkName, metadata_of, rows_of
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import (
     CheckpointingException,

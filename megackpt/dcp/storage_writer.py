@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from megackpt import serialization
+from megackpt.adapters.checkpointable import ChunkShape
 from megackpt.backends.base import CONFIG, Backend
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.backends.torch_dist import METADATA
@@ -53,12 +54,7 @@ from megackpt.dcp.item_writer import (
     synchronize_stream,
     take_assignment,
 )
-from megackpt.dcp.shard_protocol import (
-    ChunkShape,
-    check_plan,
-    copy_fields,
-    named_chunks,
-)
+from megackpt.dcp.shard_protocol import check_plan, copy_fields, named_chunks
 from megackpt.dcp.torch_metadata import (
     PlannedByDcp,
     check_common,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,6 @@ from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON,
     COMMON_KEY,
-    ITEMSIZE,
     OBJECT,
     Manifest,
     TensorEntry,
@@ -229,20 +228,6 @@ def rows_of(manifest: Manifest) -> dict[ChunkName, int]:
         else:
             rows[key, offset] = row
     return rows
-
-
-def native_manifest(
-    tensors: Mapping[str, TensorMeta], listed: Iterable[ListedItem]
-) -> Manifest:
-    """The manifest of the plain tensors in a checkpoint that has no index."""
-    entries: dict[TensorEntry, int] = {}
-    rows = []
-    for name, box, place in listed:
-        if ITEMSIZE.get(tensors[name].dtype) and not place.through:
-            number = entries.setdefault(TensorEntry(name, tensors[name]), len(entries))
-            rows.append((number, box, place.file, place.start, place.length))
-    manifest = Manifest.of(entries, rows)
-    return replace(manifest, encoding="native", backend=("torch_dist", 1))
 
 
 def metadata_of(

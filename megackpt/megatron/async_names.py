@@ -34,6 +34,14 @@ def warmup_persistent_caller(*_: Any, **__: Any) -> None:
     """Do nothing: a queue starts its worker with the first save, in some hundredths of a second."""
 
 
+_results_queue = None
+"""No other process has a queue here; Megatron's training imports the name."""
+
+
+def get_write_results_queue(mp_mode: str = "spawn") -> None:
+    """Do nothing: results of writes stay in this process. Megatron's training calls it."""
+
+
 def has_nvrx_async_support() -> bool:
     """True: ``get_async_strategy("nvrx")`` returns what asynchronous saves need.
 

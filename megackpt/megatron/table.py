@@ -20,8 +20,8 @@ REFUSALS = {
         "readers and writers of megackpt.dcp"
     ),
     "refused-writer": (
-        "it is a step of Megatron's own writer: derive from FileSystemWriterAsync, and call its "
-        "preload_tensors and write_preloaded_data"
+        "it is a step of Megatron's own writer, which saves here do not use: call save, or "
+        "save_state_dict_async_plan and the writer's get_save_function_and_args"
     ),
     "refused-nvrx": (
         "saves do not use nvidia-resiliency-ext: get_async_strategy returns megackpt's own classes"
@@ -78,6 +78,7 @@ megackpt.megatron.state_parts: optim_state_to_sharding_state
 megackpt: AsyncRequest StrictHandling load_common_state_dict load_content_metadata
     load_plain_tensors load_sharded_metadata load_tensors_metadata remove_sharded_tensors
 megackpt.loader.metadata: CkptShardedMetadata
+megackpt.state: StateDict
 megackpt.strategies: StrategyAction
 megackpt.megatron.save_load: _legacy_common_state_exists get_default_load_sharded_strategy
     get_default_save_common_strategy get_default_save_sharded_strategy load save
@@ -102,8 +103,8 @@ megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy LoadCommonStrategy
 megackpt.megatron.torch_dcp: CachedMetadataFileSystemReader
 
 [strategies.checkpointable]
-megackpt.megatron.torch_dcp: CheckpointableShardedTensor LocalShardsContainer
 megackpt: ShardedTensor
+refused-dcp: CheckpointableShardedTensor LocalShardsContainer
 
 [strategies.common]
 megackpt.megatron.save_load: COMMON_STATE_FNAME load_common
@@ -112,10 +113,9 @@ megackpt.megatron.strategy_classes: LoadCommonStrategy SaveCommonStrategy
 refused-common: save_common
 
 [strategies.filesystem_async]
-megackpt.megatron.bucket_writer: FileSystemWriterAsync WriteBucket _results_queue
-    get_write_results_queue
-megackpt.megatron.async_names: _disable_gc
-refused-writer: _process_memory _split_by_separation_hint _split_by_size_and_type
+megackpt.megatron.torch_dcp: FileSystemWriterAsync
+megackpt.megatron.async_names: _disable_gc _results_queue get_write_results_queue
+refused-writer: WriteBucket _process_memory _split_by_separation_hint _split_by_size_and_type
 
 [strategies.fully_parallel]
 megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy FullyParallelLoadStrategyWrapper
@@ -142,12 +142,12 @@ megackpt.megatron.strategy_classes: TensorStoreLoadShardedStrategy
 megackpt.megatron.strategy_classes: AsyncSaveShardedStrategy LoadShardedStrategy MCoreMetadata
     MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy
     register_default_torch_strategies
-megackpt.megatron.bucket_writer: FileSystemWriterAsync
-megackpt.megatron.torch_dcp: CachedMetadataFileSystemReader CheckpointableShardedTensor
-    LocalShardsContainer MCoreLoadPlanner MCoreSavePlanner
+megackpt.megatron.torch_dcp: CachedMetadataFileSystemReader FileSystemWriterAsync
+    _get_filesystem_reader get_async_strategy
+refused-dcp: CheckpointableShardedTensor LocalShardsContainer MCoreLoadPlanner MCoreSavePlanner
     _replace_sharded_keys_with_state_dict_keys _replace_state_dict_keys_with_sharded_keys
-    _unwrap_pyt_sharded_tensor flatten_state_dict get_async_strategy mcore_to_pyt_state_dict
-refused-dcp: sharded_tensor_to_torch_sharded_tensor
+    _unwrap_pyt_sharded_tensor flatten_state_dict mcore_to_pyt_state_dict
+    sharded_tensor_to_torch_sharded_tensor
 
 [strategies.two_stage]
 megackpt.megatron.strategy_classes: TwoStageDataParallelLoadShardedStrategy

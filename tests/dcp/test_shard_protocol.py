@@ -58,7 +58,7 @@ def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(
     del half.local_sizes  # type: ignore[attr-defined]
     with pytest.raises(
         CheckpointException,
-        match=r"'x': torch .* takes a Tensor with .* for a whole tensor",
+        match=r"'x': the tensor has global_shape, .*, but no local_sizes: .* Set all four",
     ):
         dcp.save(
             {"x": half},
@@ -69,7 +69,7 @@ def test_dcps_planners_store_what_torch_knows_and_refuse_the_rest(
     megackpt.save(sharded({"x": torch.ones(4, 4)}), tmp_path / "whole")
     with pytest.raises(
         CheckpointException,
-        match=r"'x': torch .* takes a Tensor with .* for a whole tensor",
+        match=r"'x': the tensor has global_shape, .*, but no local_sizes: .* Set all four",
     ):
         dcp.load(
             {"x": half},

@@ -24,6 +24,7 @@ from megackpt.megatron.strategies.nvrx import (
 from megackpt.megatron.strategies.state_dict_saver import save_state_dict_async_plan
 from megackpt.megatron.strategies.torch import (
     TorchDistLoadShardedStrategy,
+    _get_filesystem_reader,
     get_async_strategy,
 )
 
@@ -57,7 +58,8 @@ def test_a_persistent_worker_and_a_request_as_training_makes_them(
     queue.close()
     assert torch.equal(megackpt.load_plain_tensors(tmp_path / "a")["w"], state["w"])
     reader = CachedMetadataFileSystemReader(tmp_path / "a", cache_metadata=True)
-    assert reader.read_metadata().state_dict_metadata.keys() == {"w"}
+    for each in (reader, _get_filesystem_reader(tmp_path / "a")):
+        assert each.read_metadata().state_dict_metadata.keys() == {"w"}
     get_async_strategy(asked, "CachedMetadataFileSystemReader")[
         1
     ].clear_metadata_cache()

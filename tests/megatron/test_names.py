@@ -37,7 +37,7 @@ NAMES = {
     ".optimizer": "KEEP_VARS_HINT LocalNonpersistentObject get_optim_param_to_id_map "
     "get_param_id_to_sharded_param_map make_sharded_optimizer_tensor "
     "optim_state_to_sharding_state",
-    ".serialization": "AsyncRequest CkptShardedMetadata StrategyAction StrictHandling "
+    ".serialization": "AsyncRequest CkptShardedMetadata StateDict StrategyAction StrictHandling "
     "get_default_load_sharded_strategy get_default_save_common_strategy "
     "get_default_save_sharded_strategy get_default_strategy load load_common_state_dict "
     "load_content_metadata load_plain_tensors load_sharded_metadata load_tensors_metadata "
@@ -49,19 +49,18 @@ NAMES = {
     "SaveShardedStrategy SaveStrategyBase StrategyAction async_calls default_strategies "
     "get_default_strategy register_default_strategy",
     ".strategies.cached_metadata_filesystem_reader": "CachedMetadataFileSystemReader",
-    ".strategies.checkpointable": "CheckpointableShardedTensor LocalShardsContainer ShardedTensor",
+    ".strategies.checkpointable": "ShardedTensor",
     ".strategies.common": "COMMON_STATE_FNAME LoadCommonStrategy SaveCommonStrategy TorchCommonLoadStrategy "
     "TorchCommonSaveStrategy load_common register_default_common_strategies",
-    ".strategies.filesystem_async": "FileSystemWriterAsync WriteBucket get_write_results_queue",
+    ".strategies.filesystem_async": "FileSystemWriterAsync get_write_results_queue",
     ".strategies.nvrx": "has_nvrx_async_support make_nvrx_async_request",
     ".strategies.fully_parallel": "AsyncSaveShardedStrategy FullyParallelLoadStrategyWrapper "
     "FullyParallelSaveStrategyWrapper LoadShardedStrategy",
     ".strategies.state_dict_saver": "save_state_dict_async_finalize save_state_dict_async_plan verify_global_md_reuse",
     ".strategies.tensorstore": "TensorStoreLoadShardedStrategy",
-    ".strategies.torch": "AsyncSaveShardedStrategy CachedMetadataFileSystemReader CheckpointableShardedTensor "
-    "FileSystemWriterAsync LoadShardedStrategy LocalShardsContainer MCoreMetadata "
-    "MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy "
-    "register_default_torch_strategies",
+    ".strategies.torch": "AsyncSaveShardedStrategy CachedMetadataFileSystemReader FileSystemWriterAsync "
+    "LoadShardedStrategy MCoreMetadata MCoreSavePlan TorchDistLoadShardedStrategy TorchDistSaveShardedStrategy "
+    "_get_filesystem_reader register_default_torch_strategies",
     ".strategies.two_stage": "TwoStageDataParallelLoadShardedStrategy",
     ".strategies.zarr": "LoadShardedStrategy ZarrLoadShardedStrategy ZarrSaveShardedStrategy",
     ".tensor_aware_state_dict": "MCoreTensorAwareStateDict",
@@ -146,9 +145,9 @@ def test_a_new_process_imports_a_module_by_its_full_name_and_what_it_needs_only(
         "import megackpt.megatron.strategies.torch as module, pickle, sys\n"
         "assert AsyncSaveShardedStrategy.__name__ and '_ShardId' not in dir()\n"
         "assert 'torch.distributed.checkpoint' not in sys.modules\n"
-        "assert 'LocalShardsContainer' in dir(module)\n"
+        "assert 'FileSystemWriterAsync' in dir(module)\n"
         "assert 'torch.distributed.checkpoint' not in sys.modules\n"
-        "assert module.LocalShardsContainer.__module__ == 'megackpt.megatron.torch_dcp'\n"
+        "assert module.FileSystemWriterAsync.__module__ == 'megackpt.megatron.torch_dcp'\n"
         "name = b'cmegackpt.megatron.strategies.zarr\\nZarrLoadShardedStrategy\\n.'\n"
         "assert pickle.loads(name).__name__ == 'ZarrLoadShardedStrategy'\n"
     )

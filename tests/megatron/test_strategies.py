@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import megackpt
 from megackpt.megatron import load, load_common_state_dict, load_plain_tensors, save
@@ -33,15 +32,10 @@ from megackpt.megatron.strategies.base import (
     get_default_strategy,
     register_default_strategy,
 )
-from megackpt.megatron.strategies.checkpointable import (
-    CheckpointableShardedTensor,
-    LocalShardsContainer,
-)
 from megackpt.megatron.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
-from megackpt.megatron.strategies.filesystem_async import FileSystemWriterAsync
 from megackpt.megatron.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -382,48 +376,6 @@ def test_is_it_a_checkpoint(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(megackpt.CorruptCheckpoint, match="w"):
         verify_integrity_manifest(folder)
-
-
-def test_dcps_own_save_and_load_take_shards(tmp_path: Path) -> None:
-    """CheckpointableShardedTensor and LocalShardsContainer, through stock torch."""
-    layers = torch.arange(16.0).reshape(2, 4, 2)
-
-    def declared(tensor: torch.Tensor) -> dict[str, Any]:
-        pieces = [
-            ShardedTensor.from_rank_offsets(
-                "l", tensor[i], (0, i, 2), prepend_axis_num=1
-            )
-            for i in range(2)
-        ]
-        held = [CheckpointableShardedTensor.from_sh_ten(piece) for piece in pieces]
-        one = ShardedTensor.from_rank_offsets("w", tensor[0])
-        return {
-            "l": LocalShardsContainer(held),
-            "w": CheckpointableShardedTensor.from_sh_ten(one),
-        }
-
-    dcp.save(declared(layers), checkpoint_id=tmp_path / "stock", no_dist=True)
-    dcp.save(
-        declared(layers),
-        storage_writer=FileSystemWriterAsync(tmp_path / "ours"),
-        no_dist=True,
-    )
-    for folder in (tmp_path / "stock", tmp_path / "ours"):
-        assert torch.equal(load_plain_tensors(folder)["l"], layers)
-        blank = torch.zeros(2, 4, 2)
-        dcp.load(declared(blank), checkpoint_id=folder, no_dist=True)
-        assert torch.equal(blank, layers)
-    shown = declared(layers)["l"]
-    assert shown.shape == layers.shape
-    assert "ShardedTensor(key='l'" in repr(shown)
-    with pytest.raises(megackpt.ShardingError, match="is a placeholder for torch DCP"):
-        shown + 1
-    with pytest.raises(megackpt.ShardingError, match="needs data"):
-        CheckpointableShardedTensor.from_sh_ten(
-            ShardedTensor.from_rank_offsets("w", WEIGHT).without_data()
-        )
-    with pytest.raises(megackpt.ShardingError, match="at least"):
-        LocalShardsContainer([])
 
 
 def test_warming_up_is_harmless() -> None:

@@ -115,10 +115,7 @@ class TorchDist(Backend):
         return root.size(METADATA) is not None  # stock DCP
 
     def read_manifest(self, root: Storage) -> Manifest:
-        properties = self.properties
-        manifest = foreign_manifest.read_manifest(
-            root, METADATA, (properties.name, properties.version)
-        )
+        manifest = foreign_manifest.read_manifest(root, METADATA)
         tables = [METADATA]
         # Only a file with the fields that Megatron writes belongs to the checkpoint.
         if root.size(INTEGRITY) is not None:

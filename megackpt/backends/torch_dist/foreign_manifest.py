@@ -7,7 +7,7 @@ Megatron-Core flattened has its true shape in the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class _Stored(NamedTuple):
     place: RecordPlace
 
 
-def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifest:
+def read_manifest(root: Storage, name: str) -> Manifest:
     """The manifest of a checkpoint without our index; encoding "native".
 
     Raises NotACheckpoint without ``.metadata``; CorruptCheckpoint if it contradicts itself or the
@@ -67,14 +67,30 @@ def read_manifest(root: Storage, name: str, backend: tuple[str, int]) -> Manifes
         found = [item for item in found if not item.entry.is_common]
         place = RecordPlace(COMMON_FILE, 0, root.size(COMMON_FILE) or 0)
         found.append(_Stored(COMMON, Box((), ()), place))
+    check_files(root, [ListedItem(s.entry.key, s.box, s.place) for s in found])
+    return _manifest(found)
+
+
+def native_manifest(
+    tensors: Mapping[str, TensorMeta], items: Iterable[ListedItem]
+) -> Manifest:
+    """The manifest of the plain tensors, as they are listed: torch DCP's planners ask for these."""
+    return _manifest(
+        _Stored(TensorEntry(name, tensors[name]), box, place)
+        for name, box, place in items
+        if ITEMSIZE.get(tensors[name].dtype) and not place.through
+    )
+
+
+def _manifest(stored: Iterable[_Stored]) -> Manifest:
     tensors: dict[TensorEntry, int] = {}
-    listed, rows = [], []
-    for entry, box, place in found:
-        listed.append(ListedItem(entry.key, box, place))
+    rows = []
+    for entry, box, place in stored:
         number = tensors.setdefault(entry, len(tensors))
         rows.append((number, box, place.file, place.start, place.length))
-    check_files(root, listed)
-    return replace(Manifest.of(tensors, rows), encoding="native", backend=backend)
+    return replace(
+        Manifest.of(tensors, rows), encoding="native", backend=("torch_dist", 1)
+    )
 
 
 def _items(listing: Listing) -> Iterator[_Stored]:

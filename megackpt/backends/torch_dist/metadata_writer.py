@@ -9,6 +9,13 @@ torch.distributed.checkpoint.metadata and filesystem._StorageInfo, format versio
 torch 2.13 writes it.
 """
 
+# Why not pickle.dumps of torch's objects, as dcp/torch_metadata.py has it: all other ranks wait
+# while the coordinator writes this. Measured on 28 November 2026, CPU time and peak of memory:
+#     10,000 keys, 20,000 chunks: 0.01 s, 12 MiB here; 0.30 s, 62 MiB by pickle.dumps.
+#     10,000 keys, 100,000 chunks: 0.03 s, 31 MiB here; 1.5 s, 261 MiB.
+#     50,000 keys, 100,000 chunks: 0.13 s, 60 MiB here; 2.0 s, 270 MiB.
+# A save through torch DCP has these objects from its planner, and only pickles them.
+
 from __future__ import annotations
 
 import struct
