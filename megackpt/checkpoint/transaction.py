@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 from uuid import uuid4
 
 from megackpt import events, limits
@@ -385,6 +385,7 @@ class SaveSession:
 
     def __init__(self, directory: str, timeout: timedelta | None, who: str) -> None:
         self.transaction: Transaction | None = None
+        """Begun, and neither committed nor aborted."""
         self.directory = directory
         self._who = who
         self._executor = Executor(timeout)
@@ -403,7 +404,7 @@ class SaveSession:
 
         def work() -> Transaction:
             # Set here: after this call was given up, only ``end`` knows the transaction.
-            self.transaction = begin(
+            self.transaction = self.begun = begin(
                 self.directory,
                 save_id=save_id,
                 overwrite=overwrite,
@@ -411,14 +412,9 @@ class SaveSession:
                 indexed=indexed,
                 moved=self.alive,
             )
-            return self.transaction
+            return self.begun
 
         return self.call("begin", work)
-
-    @property
-    def begun(self) -> Transaction:
-        """The transaction, between ``begin`` and ``commit``."""
-        return cast(Transaction, self.transaction)
 
     def announce(self, names: Iterable[str]) -> None:
         """See ``Transaction.announce``."""

@@ -53,7 +53,8 @@ class Progress:
 
     def advance(self, count: int) -> None:
         """Count bytes that are done; 0 is a sign of life. Raises as ``check`` does."""
-        self.check()
+        if self.cancelled is not None:
+            raise self.cancelled
         if not count:
             self.moved_at = time.monotonic()
             return
