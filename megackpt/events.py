@@ -1,7 +1,7 @@
 """Events: the one mechanism behind logs, metrics, callbacks and the progress line.
 
-An operation (a save, load, verification or conversion) consists of stages. Each stage that ends makes one
-``Event`` on each rank; the last event of an operation has the stage "total". The event is logged
+An operation (a save, load, verification or conversion) consists of stages. Each stage that ends
+makes one ``Event`` on each rank; the last event of an operation has the stage "total". It is logged
 and passed to every observer: a callback of ``watching``, or the progress line.
 
 The current stage is a context variable, so a step of a save needs no parameter for it.

@@ -105,17 +105,21 @@ def save_state_dict(
         storage_writer.set_up_storage_writer(
             group.is_coordinator, rank=group.rank, use_collectives=True
         )
-        return storage_writer.prepare_local_plan(made.create_local_plan())  # type: ignore[no-any-return]
+        planned: SavePlan = storage_writer.prepare_local_plan(made.create_local_plan())
+        return planned
 
     @events.stage("plan")
     def decide(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
         plans, metadata = made.create_global_plan(plans)
-        return storage_writer.prepare_global_plan(plans)  # type: ignore[no-any-return]
+        prepared: list[SavePlan] = storage_writer.prepare_global_plan(plans)
+        return prepared
 
     @events.stage("write")
     def write() -> list[WriteResult]:
-        return storage_writer.write_data(made.finish_plan(plan), made).value()  # type: ignore[no-any-return]
+        written = storage_writer.write_data(made.finish_plan(plan), made)
+        results: list[WriteResult] = written.value()
+        return results
 
     @events.stage("commit")
     def finish(results: list[list[WriteResult]]) -> int:

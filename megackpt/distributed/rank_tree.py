@@ -98,7 +98,7 @@ _MOST_ARRIVALS = 1 << 14
 
 
 class Tree:
-    """The connections and steps of this rank. Its coroutines run on the thread of the event loop."""
+    """The connections and steps of this rank. Its coroutines run on the event loop's thread."""
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         self.rank, self.size, self.store = rank, size, store

@@ -282,8 +282,10 @@ class _LoadOperation:
         try:
             manifest = self.executor.call(
                 f"opening {self.place}",
-                lambda: open_checkpoint(request.directory, request.format).manifest,
-            )
+                open_checkpoint,
+                request.directory,
+                request.format,
+            ).manifest
         except NotACheckpoint as error:
             if self.group.size == 1:
                 raise

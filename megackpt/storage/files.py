@@ -1,4 +1,4 @@
-"""Files of a local file system: gathered writes made durable, alone or together; scattered reads."""
+"""Files of a local file system: gathered writes, made durable alone or together; reads."""
 
 from __future__ import annotations
 
