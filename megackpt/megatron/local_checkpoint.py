@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -239,32 +240,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         compared, _ = found.get()
         _warn_of_left_out(compared, group.rank)
 
-        def fill() -> dict[Any, Any]:
-            wanted = _wanted(compared)
-            kept = [shard for shard in self._tensors() if shard.data is not None]
-            tensors = {shard_box(shard): shard.data for shard in kept}
-            if is_parallel:
-                asked = [leaf for leaf in wanted if isinstance(leaf, ShardedTensor)]
-                tensors |= receive_lacking(
-                    kept, asked, parallelization_group, exchange_algo
-                )
-            objects: dict[str, list[Any]] = {}
-            for leaf in leaves:
-                if isinstance(leaf, ShardedObject):
-                    objects.setdefault(leaf.unique_key, []).append(leaf.data)
-            values: list[Any] = []
-            for leaf in wanted:
-                if isinstance(leaf, ShardedObject):
-                    values.append(bundled(leaf, objects[leaf.unique_key]))
-                elif shard_box(leaf) in tensors:
-                    values.append(tensors[shard_box(leaf)])
-                else:
-                    raise CheckpointingException(
-                        f"{leaf.key!r}: another rank keeps it, as this state was made with "
-                        f"{PARALLEL!r}: give to_state_dict algo={PARALLEL!r} and the same group"
-                    )
-            return compared.restore([*values, self.common])
-
+        exchange = exchange_algo if is_parallel else None
+        fill = partial(self._filled, compared, leaves, parallelization_group, exchange)
         filled = attempt(fill)
         with group_over() as group:
             group.reduce_broadcast("exchange", lambda: len(filled.get()), len)
@@ -274,6 +251,37 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         if flag is StrictHandling.IGNORE_ALL:
             return state, set(), set()
         return state, missing, compared.unexpected
+
+    def _filled(
+        self,
+        compared: Comparison,
+        leaves: Sequence[Any],
+        group: Any,
+        exchange: str | None,
+    ) -> dict[Any, Any]:
+        """The state asked for. With an ``exchange``, tensors of other ranks are received."""
+        wanted = _wanted(compared)
+        kept = [shard for shard in self._tensors() if shard.data is not None]
+        tensors = {shard_box(shard): shard.data for shard in kept}
+        if exchange is not None:
+            asked = [leaf for leaf in wanted if isinstance(leaf, ShardedTensor)]
+            tensors |= receive_lacking(kept, asked, group, exchange)
+        objects: dict[str, list[Any]] = {}
+        for leaf in leaves:
+            if isinstance(leaf, ShardedObject):
+                objects.setdefault(leaf.unique_key, []).append(leaf.data)
+        values: list[Any] = []
+        for leaf in wanted:
+            if isinstance(leaf, ShardedObject):
+                values.append(bundled(leaf, objects[leaf.unique_key]))
+            elif shard_box(leaf) in tensors:
+                values.append(tensors[shard_box(leaf)])
+            else:
+                raise CheckpointingException(
+                    f"{leaf.key!r}: another rank keeps it, as this state was made with "
+                    f"{PARALLEL!r}: give to_state_dict algo={PARALLEL!r} and the same group"
+                )
+        return compared.restore([*values, self.common])
 
     @property
     def is_hollow(self) -> bool:

@@ -61,15 +61,7 @@ class _Viewer:
             case argparse.Namespace() | types.SimpleNamespace():
                 return self.view(vars(value), inside)
             case StandIn():
-                shown: dict[str, Any] = {"<class>": value.qualified_name}
-                if value.args:
-                    shown["<arguments>"] = self.view(value.args, inside)
-                state = self.view(value.state, inside)
-                if isinstance(state, dict):
-                    shown |= state
-                elif state is not None:
-                    shown["<state>"] = state
-                return shown
+                return self.view_of_unknown(value, inside)
             case StandInClass():
                 return f"<class {value.qualified_name}>"
             case np.generic():
@@ -84,6 +76,20 @@ class _Viewer:
             case int() | range() | slice():
                 return _number(value)
         return value
+
+    def view_of_unknown(
+        self, value: StandIn, inside: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """What the pickle has of an object of an unknown class."""
+        shown: dict[str, Any] = {"<class>": value.qualified_name}
+        if value.args:
+            shown["<arguments>"] = self.view(value.args, inside)
+        state = self.view(value.state, inside)
+        if isinstance(state, dict):
+            shown |= state
+        elif state is not None:
+            shown["<state>"] = state
+        return shown
 
 
 def _number(value: Any) -> Any:

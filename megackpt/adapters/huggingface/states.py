@@ -97,16 +97,10 @@ def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> A
     return LocalNonpersistentObject(leaf)
 
 
-def _in_pieces(
-    shard: ShardedTensor, pieces: list[Piece], boxes: Boxes
-) -> ShardedTensorFactory:
-    """A shard, declared as the ``pieces`` of its global tensor that lie in it.
-
-    ``boxes``: those of the pieces. A load fills the views. What lies in no piece is padding, and
-    becomes zero.
-    """
-    prepended = shard.prepend_axis_num
-    box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))
+def _near(
+    pieces: list[Piece], boxes: Boxes, box: Box
+) -> tuple[list[Piece], dict[str, Piece]]:
+    """The pieces in a box, and one of each other tensor near by. ``boxes``: those of the pieces."""
     # A tensor of all layers has very many pieces: find those of this shard's layers first.
     stacked = slice(pieces[0].stacked)
     overlaps = boxes.offset[:, stacked] < box.stop[stacked]
@@ -124,6 +118,20 @@ def _in_pieces(
             others[piece.key] = piece
     for piece in held:
         others.pop(piece.key, None)
+    return held, others
+
+
+def _in_pieces(
+    shard: ShardedTensor, pieces: list[Piece], boxes: Boxes
+) -> ShardedTensorFactory:
+    """A shard, declared as the ``pieces`` of its global tensor that lie in it.
+
+    ``boxes``: those of the pieces. A load fills the views. What lies in no piece is padding, and
+    becomes zero.
+    """
+    prepended = shard.prepend_axis_num
+    box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))
+    held, others = _near(pieces, boxes, box)
     data = shard.data
     if data is None or data.is_meta:
         data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
