@@ -75,6 +75,9 @@ class Source(Protocol):
         rows at a time, to write small ones together: a few MiB at most.
         """
 
+    def check(self) -> None:
+        """Called after the last use. Raise ShardingError if memory changed its owner meanwhile."""
+
 
 class Target(Protocol):
     """The destination of a load. Several threads use it, on disjoint regions."""

@@ -527,7 +527,9 @@ class Writing:
         # Training continues meanwhile, and needs the page cache for its own files.
         direct = isinstance(self.source, HostCopy)
         with staging_storage(self.directory, self.save_id, moved, direct) as root:
-            return self.backend.write(root, self.plan, counted)
+            written = self.backend.write(root, self.plan, counted)
+            self.source.check()
+            return written
 
 
 def remove(directory: Directory) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt import limits
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, Source
 from megackpt.checkpoint import Opened
 from megackpt.checkpoint.regions import Region, Regions
 from megackpt.converter.cells import ConversionTask
@@ -22,8 +22,8 @@ from megackpt.storage import Storage
 _CAST_ELEMENTS = 1 << 15
 
 
-class CellSource:
-    """The ``Source`` of a task.
+class CellSource(Source):
+    """The source of a task.
 
     Neighbouring rows are read together, up to a cell's bytes. A row is dropped when it was used.
     """

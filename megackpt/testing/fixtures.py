@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.backends.base import Source
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -111,8 +112,8 @@ class World:
 
 
 @dataclass(frozen=True, eq=False)
-class MemorySource:
-    """The ``Source`` of a plan's rows, from a World. A row's blocks share their memory."""
+class MemorySource(Source):
+    """The source of a plan's rows, from a World. A row's blocks share their memory."""
 
     world: World
     plan: SavePlan
