@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 from uuid import uuid4
 
 from megackpt import events, limits
@@ -517,6 +517,13 @@ def staging_storage(
         raise _taken_over(target.location, error) from error
 
 
+class CheckedSource(Source, Protocol):
+    """A source that notices when its memory is freed or resized."""
+
+    def check(self) -> None:
+        """Called when all is written. Raises ShardingError if memory is not what it was."""
+
+
 @dataclass(frozen=True, eq=False)
 class Writing:
     """The write stage of a save on one rank: write its rows into the staging storage.
@@ -528,7 +535,7 @@ class Writing:
     save_id: str
     backend: Backend
     plan: SavePlan
-    source: Source
+    source: CheckedSource
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
         counted = CountedSource(self.source, advance)
@@ -536,7 +543,9 @@ class Writing:
         # Training continues meanwhile, and needs the page cache for its own files.
         direct = isinstance(self.source, HostCopy)
         with staging_storage(self.directory, self.save_id, moved, direct) as root:
-            return self.backend.write(root, self.plan, counted)
+            written = self.backend.write(root, self.plan, counted)
+            self.source.check()
+            return written
 
 
 def remove(directory: Directory) -> None:

@@ -20,8 +20,8 @@ from megackpt.backends.shared_files import write_tensors
 from megackpt.dcp.item_writer import (
     Assignment,
     ItemWriter,
+    ReadStorages,
     StoredItem,
-    blocks_of,
     is_storable,
 )
 from megackpt.dcp.storage_writer import FileSystemWriter, Path
@@ -32,7 +32,6 @@ from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import Manifest, TensorEntry, TensorMeta
-from megackpt.staging.devices import synchronize
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class _PlacedItemWriter(ItemWriter):
     def blocks(self, row: int) -> Iterator[memoryview]:
         """As a Source: the bytes of one item."""
         item = self._items[row]
+        storages = ReadStorages()
         try:
             with self._resolving:
                 data = self._resolve_data(item)
@@ -92,8 +92,9 @@ class _PlacedItemWriter(ItemWriter):
                 raise CheckpointingException(
                     f"the planner resolves it to a {type(data).__name__} of another dtype or layout"
                 )
-            synchronize([data])
-            return blocks_of(data, _entry(item).meta.dtype)
+            for block in storages.blocks(item.index.fqn, data):
+                yield block
+                storages.check()
         except Exception as error:
             raise CheckpointingException(
                 f"rank {self._assignment.rank} cannot write {item.index.fqn!r}: "

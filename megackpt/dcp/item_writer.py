@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
@@ -26,11 +25,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megackpt.backends.archives import frame
 from megackpt.backends.torch_dist.distcp_writer import Records, spread
 from megackpt.errors import CheckpointingException, StorageError
-from megackpt.planning import manifest as planned
-from megackpt.planning.box import Box, Boxes
-from megackpt.planning.manifest import Location, TensorEntry, TensorMeta
+from megackpt.planning.manifest import Location
 from megackpt.staging.devices import resolved, synchronize
-from megackpt.staging.source import TensorSource, byte_view
+from megackpt.staging.source import pieces, storage_error
 from megackpt.state.storable import dtype_name, dtype_problem, place_problem
 from megackpt.storage import Storage, unsafe_names
 
@@ -181,6 +178,30 @@ def synchronize_stream() -> None:
         torch.cuda.current_stream().synchronize()
 
 
+class ReadStorages:
+    """The storages of tensors whose memory is being written."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, torch.UntypedStorage, int, int]] = []
+
+    def blocks(self, name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
+        """The elements in C order, in blocks of host memory."""
+        synchronize([tensor])
+        value = resolved(tensor)
+        storage = value.untyped_storage()
+        self._held.append((name, storage, storage.data_ptr(), storage.nbytes()))
+        return pieces(value)
+
+    def check(self) -> None:
+        """Everything is written but the rest of the last tensor. ShardingError if the storage of a
+        tensor was freed or resized meanwhile.
+        """
+        for name, storage, *before in self._held:
+            if [storage.data_ptr(), storage.nbytes()] != before:
+                raise storage_error(name)
+        del self._held[:-1]
+
+
 class ItemWriter:
     """Writes the items of one rank durably, one thread for each file.
 
@@ -220,12 +241,13 @@ class ItemWriter:
         try:
             with self._root.create(name) as writer:
                 writer.expect(sum(max(_size(item), 0) for item in items))
-                records = Records(writer)
+                storages = ReadStorages()
+                records = Records(writer, storages.check)
                 for item in items:
                     if self._failed:
                         break
                     at = f" at {item.index.fqn!r}"
-                    results.append(self._write_item(records, name, item))
+                    results.append(self._write_item(records, storages, name, item))
                 at = ""
                 records.end()
         except BaseException as error:
@@ -240,7 +262,9 @@ class ItemWriter:
             raise kind(f"rank {rank} cannot write {file}{at}: {text}") from error
         return results
 
-    def _write_item(self, records: Records, name: str, item: WriteItem) -> WriteResult:
+    def _write_item(
+        self, records: Records, storages: ReadStorages, name: str, item: WriteItem
+    ) -> WriteResult:
         output = _OpenBytesIO()
         stream: Any = output
         extensions: list[str] = []
@@ -265,9 +289,9 @@ class ItemWriter:
             descriptors = list(extensions) or None
             info = _StorageInfo(name, record.start, record.length, descriptors)
         else:
-            synchronize([data])
             dtype, shape = dtype_name(data.dtype), tuple(data.shape)
-            record = records.tensor(dtype, shape, blocks_of(data, dtype))
+            blocks = storages.blocks(item.index.fqn, data)
+            record = records.tensor(dtype, shape, blocks)
             head, tail = map(len, frame(dtype, shape))
             info = _StorageInfo(name, record.start - head, head + record.length + tail)
         return WriteResult(item.index, info.length, StoredItem(info, *record, dtype))
@@ -309,18 +333,6 @@ def is_storable(item: WriteItem, data: torch.Tensor) -> bool:
         and planned is not None
         and planned.properties.dtype == data.dtype
     )
-
-
-def blocks_of(tensor: torch.Tensor, dtype: str) -> Iterator[memoryview]:
-    """The elements in C order, in blocks of host memory."""
-    value = resolved(tensor)
-    if value.is_cpu and value.is_contiguous():
-        return iter([byte_view(value)])
-    shape = tuple(tensor.shape)
-    whole, row = Boxes.of([Box.whole(shape)]), np.zeros(1, np.int32)
-    entry = TensorEntry("", TensorMeta(shape, dtype))
-    plan = planned.SavePlan(0, (entry,), (None,), row, whole, row)
-    return TensorSource(plan, [value], whole).blocks(0)
 
 
 def name_files(

@@ -27,7 +27,7 @@ from megackpt.planning.manifest import (
     Manifest,
     ShardId,
 )
-from megackpt.staging.source import memory_of, pieces
+from megackpt.staging.source import byte_view, is_plain_memory, pieces
 from megackpt.storage import digest
 
 BLOCK = 1 << 20
@@ -230,8 +230,8 @@ def _blocks(
     tensor: torch.Tensor, first: int, step: int
 ) -> Iterator[tuple[int, memoryview]]:
     """Every ``step``-th block of a tensor's elements in C order, and its number."""
-    view = memory_of(tensor, tensor.nbytes)
-    if view is not None:
+    if is_plain_memory(tensor):
+        view = byte_view(tensor)
         for number in range(first, math.ceil(len(view) / BLOCK), step):
             yield number, view[number * BLOCK : (number + 1) * BLOCK]
         return

@@ -20,8 +20,9 @@ from weakref import finalize
 from megackpt import events
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
-from megackpt.backends.base import Source, plan_for_backend
+from megackpt.backends.base import plan_for_backend
 from megackpt.checkpoint import Transaction, Writing
+from megackpt.checkpoint.transaction import CheckedSource
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
@@ -422,7 +423,9 @@ def _copy(
     if made is not None:
         operation.hold = made.hold
     if made is not None or copied.error is not None:
-        task = _write_task(operation, request, part, lambda: cast(Source, copied.get()))
+        task = _write_task(
+            operation, request, part, lambda: cast(HostCopy, copied.get())
+        )
         if made is not None:
             task.on_end(lambda _: made.release())
         return task
@@ -454,7 +457,7 @@ def _write_task(
     operation: RunningSave,
     request: SaveRequest,
     part: RankPart,
-    source: Callable[[], Source],
+    source: Callable[[], CheckedSource],
 ) -> Task[WriteResult]:
     """The task of writing. An error in making its source becomes its outcome."""
     step = events.start("write", operation.total.operation)

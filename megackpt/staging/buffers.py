@@ -142,6 +142,9 @@ class HostCopy:
             views.append(view)
         return views
 
+    def check(self) -> None:
+        """Do nothing: this memory is ours."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         self.buffer.wait_for_devices()  # the other process has no access to the events
         return HostCopy, (self.plan, self.buffer, self.starts, self.lengths)

@@ -9,7 +9,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -23,7 +22,7 @@ from megackpt.staging.devices import (
     queue_copies,
     register,
 )
-from megackpt.staging.source import TensorSource, byte_view, is_plain_memory
+from megackpt.staging.source import TensorSource, byte_view
 
 logger = logging.getLogger("megackpt.staging")
 
@@ -47,8 +46,8 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     Returns None where this copy does not fit beside the earlier ones: ``cap`` (None:
     ``default_cap()``) is how many bytes all copies of this process may take together.
 
-    Raises ShardingError for a tensor that has changed its size since it was declared, StorageError
-    where the system has no memory.
+    Raises ShardingError for a tensor that has changed its size since it was declared, or whose
+    storage was freed or resized meanwhile; StorageError where the system has no memory.
     """
     plan = source.plan
     if cap is None:
@@ -127,18 +126,23 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
     base = buffer.memory.ctypes.data
     starts = copy.starts.tolist()
     lengths = copy.lengths.tolist()
-    held = source.held
-    rows = source.rows
+    # A state may have 100,000 small tensors: most need no call of source.tensor.
+    memory = source.memory
+    sources = source.plan.source
+    matches = memory.nbytes[sources] == copy.lengths
+    address = np.where(matches, memory.address[sources], 0).tolist()
     queued: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]]
     queued = defaultdict(list)
     for row in np.flatnonzero(~source.is_object).tolist():
         start = starts[row]
         length = lengths[row]
-        declared, whole = rows[row]
-        value: Any = held[declared]
-        # A state may have 100,000 small tensors: most need no call of source.tensor.
-        if not whole or type(value) not in (torch.Tensor, torch.nn.Parameter):
-            value = source.tensor(row)
+        if address[row]:
+            move = _move_large
+            if length < _LARGE:
+                move = _move_small
+            move(base + start, address[row], length)
+            continue
+        value = source.tensor(row)
         if value.nbytes != length:
             raise ShardingError(
                 f"{source.plan.row(row).shard} had {length} bytes when it was declared, and has "
@@ -146,18 +150,13 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
             )
         if not length:
             continue
-        if is_plain_memory(value) and value.data_ptr():
-            move = _move_large
-            if length < _LARGE:
-                move = _move_small
-            move(base + start, value.data_ptr(), length)
-            continue
         into = torch.from_numpy(buffer.memory[start : start + length])
         into = into.view(value.dtype).view(value.shape)
         if value.is_cuda:
-            queued[value.device].append((into, value.detach()))
+            queued[value.device].append((into, value))
         else:
-            into.copy_(value.detach())
+            into.copy_(value)
+    source.check()
     events: list[tuple[torch.device, Event]] = []
     for device, copies in queued.items():
         if _pin(buffer):

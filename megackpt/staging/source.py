@@ -14,30 +14,43 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import SavePlan, carried_dtype, itemsizes
 from megackpt.staging.devices import COPIED_AT_ONCE, host_blocks, parts
+from megackpt.state.shard_columns import is_cut
 
 _SMALL = 64 << 10  # bytes
 _COMPARED = 1 << 22  # addresses of elements that are compared with one another
-_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NUMPY_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-)
+_begin = torch.UntypedStorage.data_ptr
+_nbytes = torch.UntypedStorage.nbytes
+_NO_STORAGE: torch.UntypedStorage = torch.empty(0).untyped_storage()
+
+
+class _Memory:
+    """A tensor's memory for numpy, whose arrays hold it, and with it the storage.
+
+    Unlike ``Tensor.numpy()``, this leaves the storage resizable.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.storage = tensor.untyped_storage()
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": carried_dtype(size).str,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for step in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
-    """The memory of a CPU tensor as ``carried_dtype``, of the same shape and strides; no copy."""
-    size = tensor.element_size()
-    if tensor.dtype not in _NUMPY_DTYPES and size in _CARRIER:
-        tensor = tensor.view(_CARRIER[size])
-    array: NDArray[Any] = tensor.numpy()
-    return array.view(carried_dtype(size))
+    """The memory of a CPU tensor as ``carried_dtype``, of the same shape and strides; no copy.
+
+    It is valid until somebody resizes the tensor's storage.
+    """
+    return np.asarray(_Memory(tensor))
 
 
 def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
@@ -54,16 +67,16 @@ def region(tensor: torch.Tensor, holder: Box, box: Box) -> torch.Tensor:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes; no copy."""
+    """The memory of a contiguous CPU tensor as bytes; no copy. See ``host_array``."""
     # A contiguous tensor may have any stride along an axis of extent 1, or where it has no
     # elements. Flattening keeps that stride, and torch then refuses the view as bytes.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
+    return host_array(flat.view(torch.uint8)).data
 
 
 MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
-"""All memory of this process. A slice of it costs a fraction of a tensor's own view, and does not
-keep the tensor alive."""
+"""All memory of this process. A slice of it costs a fraction of a tensor's own view. HostMemory
+holds the storages of what it slices."""
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -105,28 +118,43 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def storage_error(name: str) -> ShardingError:
+    return ShardingError(
+        f"{name}: the tensor's storage was freed or resized while its bytes were written. Do not "
+        "call untyped_storage().resize_() of it before the save is complete"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class HostMemory:
     """Where tensors are in memory, as columns, so that small ones cost little.
 
     ``address`` is 0 unless memory on the host holds the ``nbytes`` of the tensor in C order.
+    ``storages`` are held; ``begin`` and ``length`` are what their memory was.
     """
 
     address: Int64
     nbytes: Int64
+    begin: NDArray[np.uint64]
+    length: NDArray[np.uint64]
+    storages: Sequence[torch.UntypedStorage]
 
     @classmethod
     def of(cls, tensors: Iterable[object]) -> HostMemory:
-        """Both columns are 0 for what is not a tensor."""
-        rows = []
-        for tensor in tensors:
-            row = (0, 0)
-            if isinstance(tensor, torch.Tensor):
-                size = tensor.nbytes
-                row = (_address(tensor, size) if size else 0, size)
-            rows.append(row)
-        address, nbytes = np.array(rows, np.int64).reshape(-1, 2).T
-        return cls(address, nbytes)
+        """All columns are 0 for what is not a tensor."""
+        none = (0, 0, 0, 0, _NO_STORAGE)
+        rows = [
+            _place(each) if isinstance(each, torch.Tensor) else none for each in tensors
+        ]
+        *numbers, storages = zip(*rows or [none], strict=True)
+        # A tag may make an address large.
+        address, nbytes, begin, length = np.array(numbers, np.uint64)
+        end = address + nbytes
+        # A storage that was freed or cut has less than the tensor.
+        within = (begin > 0) & (begin <= address) & (end <= begin + length)
+        within &= end <= sys.maxsize
+        address = np.where(within, address, 0).astype(np.int64)
+        return cls(address, nbytes.astype(np.int64), begin, length, storages)
 
     def views(self, rows: Any, sizes: Sequence[int]) -> list[memoryview | None]:
         """For each of these rows its memory, if it has an address and this size."""
@@ -139,35 +167,39 @@ class HostMemory:
             views.append(view)
         return views
 
+    def changed(self, rows: Int64) -> Int64:
+        """Those of these rows whose storages were freed or resized after this was made."""
+        storages = [self.storages[row] for row in rows.tolist()]
+        begin = np.fromiter(map(_begin, storages), np.uint64, len(storages))
+        length = np.fromiter(map(_nbytes, storages), np.uint64, len(storages))
+        changed = (begin != self.begin[rows]) | (length != self.length[rows])
+        return np.compress(changed, rows)
 
-def memory_of(tensor: torch.Tensor, size: int) -> memoryview | None:
-    """The tensor's bytes, if they are so many, and memory on the host holds them in C order."""
-    return HostMemory.of([tensor]).views([0], [size])[0]
 
-
-def _address(tensor: torch.Tensor, size: int) -> int:
-    """The address of a tensor's ``size`` bytes in C order on the host; 0 if they are not there."""
-    if not is_plain_memory(tensor):
-        return 0
-    storage = tensor.untyped_storage()
+def _place(tensor: torch.Tensor) -> tuple[int, int, int, int, torch.UntypedStorage]:
+    """The row of HostMemory."""
+    size = tensor.nbytes
     try:
-        begin, start = storage.data_ptr(), tensor.data_ptr()
-    except RuntimeError:  # a wrapper has no memory of its own
-        return 0
-    # A storage that was freed or cut has less than the tensor. Beyond sys.maxsize: a tag.
-    within = begin <= start and start + size <= begin + storage.nbytes()
-    if not begin or not within or start > sys.maxsize - size:
-        return 0
-    return start
+        storage = tensor.untyped_storage()
+        begin = _begin(storage)
+        start = 0
+        if is_plain_memory(tensor):
+            start = tensor.data_ptr()
+    except RuntimeError:
+        # Wrappers have no memory of their own, and other layouts no storage.
+        return 0, size, 0, 0, _NO_STORAGE
+    return start, size, begin, _nbytes(storage), storage
 
 
 def pieces(value: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in C order: its memory, or copies of at most ``COPIED_AT_ONCE``.
+    """The bytes of a tensor in C order: its memory or copies, at most ``COPIED_AT_ONCE`` at a time.
 
     A piece is valid until the next one is made.
     """
     if is_plain_memory(value):
-        yield byte_view(value)
+        whole = byte_view(value)
+        for start in range(0, max(1, len(whole)), COPIED_AT_ONCE):
+            yield whole[start : start + COPIED_AT_ONCE]
         return
     itemsize = value.element_size()
     size = value.numel() * itemsize
@@ -190,17 +222,24 @@ def pieces(value: torch.Tensor) -> Iterator[memoryview]:
         yield block.data
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TensorSource:
     """The Source of a save plan's rows that reads the tensors themselves.
 
     ``held[i]`` is the tensor of row i of the rank's declarations, or a function that serializes its
     object; row i of ``holders`` is the box that it fills. Contiguous CPU tensors are not copied.
+    ``memory`` is that of the tensors of which the plan has rows.
     """
 
     plan: SavePlan
     held: Sequence[torch.Tensor | Callable[[], bytes]]
     holders: Boxes
+
+    def __post_init__(self) -> None:
+        used = {*self.plan.source.tolist()}
+        self.memory = HostMemory.of(
+            value if i in used else None for i, value in enumerate(self.held)
+        )
 
     @cached_property
     def is_object(self) -> NDArray[np.bool_]:
@@ -226,35 +265,44 @@ class TensorSource:
         return value()
 
     def tensor(self, row: int) -> torch.Tensor:
-        """The part of its tensor that a row is, without autograd."""
+        """The part of its tensor that a row is, without autograd.
+
+        Raises ShardingError if the tensor's storage was freed or cut.
+        """
         source, whole = self.rows[row]
         value = self.held[source]
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"row {row} is an object: it has no tensor")
+        if is_cut(value):
+            raise storage_error(str(self.plan.row(row).shard))
         if whole:
             return value.detach()
         item = self.plan.row(row)
         holder = self.holders.row(source, len(item.meta.shape))
         return region(value.detach(), holder, item.shard.box)
 
-    @cached_property
-    def _memory(self) -> HostMemory:
-        """The memory of the rows that are whole tensors."""
-        return HostMemory.of(
-            self.held[source] if whole else None for source, whole in self.rows
-        )
+    def check(self, rows: Any = slice(None)) -> None:
+        """Raise ShardingError if the storage of one of these rows was freed or resized."""
+        changed = self.memory.changed(self.plan.source[rows])
+        if len(changed):
+            row = int(np.flatnonzero(self.plan.source == changed[0])[0])
+            raise storage_error(str(self.plan.row(row).shard))
 
     def views(
         self, rows: Sequence[int], sizes: Sequence[int]
     ) -> list[memoryview | None]:
         """For each row its bytes, if it is a whole tensor of this size, and in C order.
 
-        They are valid while this source exists, and its tensors keep their memory.
+        They are valid while this source exists, and nobody resizes a storage: see ``check``.
         """
-        return self._memory.views(rows, sizes)
+        self.check(rows)
+        return self.memory.views(self.plan.source[rows], sizes)
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         if not isinstance(self.held[self.rows[row][0]], torch.Tensor):
             yield memoryview(self.blob(row))
             return
-        yield from pieces(self.tensor(row))
+        self.check([row])
+        for piece in pieces(self.tensor(row)):
+            yield piece
+            self.check([row])

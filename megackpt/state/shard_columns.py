@@ -138,7 +138,7 @@ def _traits(shard: Shard) -> tuple[Any, ...] | None:
             data.shape,
             data.layout,
             data.is_meta,
-            _is_cut(data),
+            is_cut(data),
             getattr(data, "global_shape", None),
         )
     return (
@@ -169,7 +169,7 @@ def _row(shard: Shard, saving: bool) -> _Row:
                 "data on the meta device has no values to save; materialise it first, e.g. "
                 "module.to_empty(device=...) and an initialisation"
             )
-        elif shard.data is not None and _is_cut(shard.data):
+        elif shard.data is not None and is_cut(shard.data):
             problem = (
                 "the tensor's storage has fewer bytes than the tensor: it was freed or cut "
                 "(untyped_storage().resize_); gather or allocate the tensor first"
@@ -190,7 +190,7 @@ def _row(shard: Shard, saving: bool) -> _Row:
     return _Row(whole, dtype, offset, shape, replica, flexible, nbytes)
 
 
-def _is_cut(tensor: torch.Tensor) -> bool:
+def is_cut(tensor: torch.Tensor) -> bool:
     """Whether the tensor spans bytes beyond its storage, as after the storage was freed."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False  # it may have no storage of its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -187,11 +187,15 @@ class Records:
     """Writes records into one file, one after the other. ``end`` ends the last one.
 
     Memory that is handed over must not change until the next flush: of a payload that comes in
-    several blocks, every block but the last is flushed before the next one is taken.
+    several blocks, every block but the last is flushed before the next one is taken. ``flushed`` is
+    called after each flush.
     """
 
-    def __init__(self, writer: FileWriter) -> None:
+    def __init__(
+        self, writer: FileWriter, flushed: Callable[[], object] = lambda: None
+    ) -> None:
         self._writer = writer
+        self._flushed = flushed
         self._position = writer.position
         self._waiting: list[memoryview] = []
         self._size = 0
@@ -243,6 +247,7 @@ class Records:
         if self._waiting:
             self._writer.write(self._waiting)
             self._waiting, self._size = [], 0
+            self._flushed()
 
     def _write_payload(self, blocks: Iterator[memoryview], size: int) -> WrittenRecord:
         """Hash and write in one pass. ``size``: the bytes to come; -1 if that is not known."""
