@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(eq=False)
 class Operation:
-    """A save, load or verification that is running on this rank."""
+    """A save, load, verification or conversion that is running on this rank."""
 
     name: str
     path: str

@@ -151,20 +151,12 @@ def convert(options: argparse.Namespace) -> Answer:
     from megackpt.cli.convert_options import convert_arguments
     from megackpt.converter import convert as convert_checkpoint
 
-    operation = events.operation("convert", options.target)
-    with operation as running, events.stage("write") as stage:
-
-        def report_progress(done: int, total: int) -> None:
-            stage.done, stage.todo = done, total
-
-        try:
-            arguments = convert_arguments(options)
-            done = convert_checkpoint(**arguments, progress=report_progress)
-        except ValueError as error:
-            # An option has a wrong value, or options contradict each other.
-            options.usage_error(str(error))
-            raise
-        running.bytes = done.bytes
+    try:
+        done = convert_checkpoint(**convert_arguments(options))
+    except ValueError as error:
+        # An option has a wrong value, or options contradict each other.
+        options.usage_error(str(error))
+        raise
     return Answer({"source": options.source, **vars(done)})
 
 

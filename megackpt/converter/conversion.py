@@ -170,9 +170,9 @@ class Conversion:
         )
         return digest(b"".join(map(digest, parts))).hex()
 
-    def run(self, target: str, overwrite: bool) -> Converted:
-        """Write the target, or resume writing it, and commit it."""
-        with events.operation("convert", target) as operation:
+    def run(self, target: str, overwrite: bool, called: str | None = None) -> Converted:
+        """Write the target, or resume writing it, and commit it. ``called``: its name in events."""
+        with events.operation("convert", called or target) as operation:
             operation.bytes = self.total
             return self._run(target, overwrite, operation)
 
@@ -180,14 +180,16 @@ class Conversion:
         self, target: str, overwrite: bool, operation: events.Operation
     ) -> Converted:
         resume = self.options.resume
-        save_id = self.save_id()
+        who = f"converted from {self.source}"
+        session = SaveSession(target, self.options.timeout, who)
         remote = is_url(target)  # object stores resume nothing
-        if remote:
-            save_id = uuid.uuid4().hex
+        save_id = uuid.uuid4().hex
+        if not remote:
+            save_id = session.call("begin", self.save_id)
         operation.id = save_id
-        if resume and completed(target, save_id):
+        if resume and session.call("begin", completed, target, save_id):
+            session.end()
             return self.outcome(target, {}, self.total)
-        session = SaveSession(target, self.options.timeout, "a conversion")
         done: dict[int, TaskResult] = {}
         try:
             session.begin(
@@ -239,6 +241,7 @@ class Conversion:
             begun.storage.put(name, data)
         return journal
 
+    @events.stage("write")
     def _run_tasks(
         self, session: SaveSession, save_id: str, journal: Journal, resumed: int
     ) -> None:
@@ -246,12 +249,15 @@ class Conversion:
         options = self.options
         written = resumed
         lock = threading.Lock()  # a backend writes with several threads
+        stage = events.current()
+        stage.todo = self.total
 
         def report(count: int) -> None:
             nonlocal written
             session.alive()
             with lock:
                 written += count
+                stage.done = written
                 if options.progress is not None:
                     options.progress(written, self.total)
 
@@ -275,7 +281,15 @@ class Conversion:
 
         def perform() -> None:
             if workers > 1:
-                run_tasks(runner, workers, tasks, journal.add, report, session.check)
+                run_tasks(
+                    runner,
+                    workers,
+                    tasks,
+                    journal.add,
+                    report,
+                    session.check,
+                    options.timeout.total_seconds(),
+                )
                 return
             runner.open()
             for task in tasks:

@@ -133,7 +133,9 @@ def convert(
     backend, tasks = _target_backend(to, shards)
 
     with closing(Executor(timeout)) as executor:
-        opened = executor.call(f"opening {source_path}", open_checkpoint, source)
+        opened = executor.call(
+            f"opening {source_path}", open_checkpoint, source, moved=executor.alive
+        )
     if table is not None:
         # Imported here because it needs torch, and workers start faster without.
         from megackpt.converter.mapped_checkpoint import map_checkpoint

@@ -188,11 +188,13 @@ def run_tasks(
     finished: Callable[[TaskResult], None],
     advance: Callable[[int], None],
     check: Callable[[], None],
+    patience: float,
 ) -> None:
     """Have all tasks performed by worker processes. The callbacks are called on this thread.
 
     ``check`` is called at least once a second; it stops the work by raising. Raises the first error
-    of a worker, and RankLost where one died. No process is left on return.
+    of a worker, RankLost where one died, and StorageError if none has reported progress for
+    ``patience`` seconds. No process is left on return.
     """
     processes: dict[Connection, WorkerProcess] = {}
     numbers: dict[Connection, int] = {}  # of the tasks at work
@@ -213,10 +215,17 @@ def run_tasks(
                 raise StorageError(f"cannot start a worker process: {error}") from error
             processes[process.connection] = process
             send(process.connection, partial(open_runner, runner))
-        busy = set(processes)
+        busy, silent = set(processes), 0.0
         while busy:
             check()
-            for connection in wait(list(busy), _CHECK_SECONDS):
+            ready = wait(list(busy), _CHECK_SECONDS)
+            silent = 0.0 if ready else silent + _CHECK_SECONDS
+            if silent >= patience:
+                raise StorageError(
+                    f"the worker processes have not reported progress for {patience:g} s, and are "
+                    "given up: check the disks; if they are only slow, give a longer timeout"
+                )
+            for connection in ready:
                 process = processes[connection]  # type: ignore[index]
                 try:
                     message = process.receive()

@@ -82,7 +82,7 @@ def run_to_file(conversion: Conversion, path: str, overwrite: bool) -> Converted
         with suppress(FileNotFoundError):
             if not markers(outer.folder(folder)):
                 outer.delete(folder)
-        done = conversion.run(directory, overwrite=True)
+        done = conversion.run(directory, overwrite=True, called=path)
     try:
         outer.rename(f"{folder}/{source}", name, replace=overwrite)
     except StorageError as error:

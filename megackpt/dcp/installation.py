@@ -103,11 +103,12 @@ def install() -> Installation:
     """
     first = not _replaced
     if first:
-        ours = {**_CLASSES, **_FUNCTIONS}
         for module in _MODULES:
             for name, value in list(vars(module).items()):
-                if isinstance(value, type | FunctionType) and value in ours:
-                    _replace(module, name, ours[value])
+                if isinstance(value, type) and value in _CLASSES:
+                    _replace(module, name, _CLASSES[value])
+                elif isinstance(value, FunctionType) and value in _FUNCTIONS:
+                    setattr(module, name, _FUNCTIONS[value])
         for stock in _CLASSES:
             copyreg.pickle(stock, _pickle_stock)
         for executor in _EXECUTORS:
@@ -116,12 +117,25 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Undo ``install``. A save that has begun is not affected."""
+    """Undo ``install``. A save that has begun is not affected: the functions stay until its end."""
     for stock in _CLASSES:
         copyreg.dispatch_table.pop(stock, None)
     while _replaced:
         owner, name, former = _replaced.pop()
         setattr(owner, name, former)
+    for future in [*sessions.in_flight]:
+        future.add_done_callback(_restore_functions)
+    _restore_functions()
+
+
+def _restore_functions(_: object = None) -> None:
+    if _replaced or sessions.in_flight:
+        return
+    former = {ours: stock for stock, ours in _FUNCTIONS.items()}
+    for module in _MODULES:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, FunctionType) and value in former:
+                setattr(module, name, former[value])
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -167,7 +181,10 @@ def _naming_writers(execute_save: Any) -> Any:
             )
             wait(running)
         future = execute_save(*args, **kwargs)
-        sessions.in_flight[future] = kwargs["storage_writer"]
+        writer = kwargs["storage_writer"]
+        if isinstance(args[0], _ProcessBasedAsyncCheckpointExecutor):
+            writer = None
+        sessions.in_flight[future] = writer
         future.add_done_callback(sessions.in_flight.pop)
         return future
 

@@ -8,12 +8,11 @@ named on all ranks, and the coordinator asks all ranks once more before it commi
 from __future__ import annotations
 
 import os
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import fields
-from functools import partial
+from traceback import StackSummary
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -33,33 +32,30 @@ from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.dcp.storage_reader import FileSystemReader, HuggingFaceStorageReader
 from megackpt.dcp.storage_writer import FileSystemWriter
-from megackpt.distributed import Group, group_over
-from megackpt.distributed.group import SingleGroup
+from megackpt.distributed import Group, SingleGroup, attempt, group_over
+from megackpt.distributed.failures import Failure
 from megackpt.errors import (
     CheckpointingException,
+    CheckpointReplaced,
     NotACheckpoint,
     RankFailure,
     RankLost,
 )
 
-# Others may need torch's own flow: their classes may override any step.
+# Other classes may override any step, so they need torch's own flow.
 _READERS: dict[type[Any], type[FileSystemReader]] = {
     FileSystemWriter: FileSystemReader,
     HuggingFaceStorageWriter: HuggingFaceStorageReader,
 }
-_SAVE_PLANNERS = type(None), DefaultSavePlanner, SavePlanner
-_LOAD_PLANNERS = (
-    type(None),
-    DefaultLoadPlanner,
-    _EmptyStateDictLoadPlanner,
-    LoadPlanner,
-)
+_SAVE_PLANNERS = DefaultSavePlanner, SavePlanner
+_LOAD_PLANNERS = DefaultLoadPlanner, _EmptyStateDictLoadPlanner, LoadPlanner
 
 stock_save = state_dict_saver._save_state_dict
 stock_load = state_dict_loader._load_state_dict
 
 in_flight: dict[Future[Any], Any] = {}
-"""The results of calls of ``async_save`` that have not ended -> their writers."""
+"""The results of calls of ``async_save`` that have not ended -> their writers, and None where a
+process writes, which has messages of its own."""
 
 
 def save_state_dict(
@@ -69,7 +65,7 @@ def save_state_dict(
     coordinator_rank: int = 0,
     no_dist: bool = False,
     planner: Any = None,
-    **others: Any,
+    use_collectives: bool = True,
 ) -> Metadata:
     """In the place of torch's ``_save_state_dict``.
 
@@ -78,24 +74,17 @@ def save_state_dict(
     """
     made = planner or DefaultSavePlanner()
     reader = _READERS.get(type(storage_writer))
-    if (
-        reader is None
-        or type(made) not in _SAVE_PLANNERS
-        or coordinator_rank != 0
-        or not others.get("use_collectives", True)
-    ):
-        return stock_save(
-            state_dict,
-            storage_writer,
-            process_group,
-            coordinator_rank,
-            no_dist,
-            planner,
-            **others,
-        )
+    _wait_for_others(storage_writer, no_dist)
+    is_ours = reader is not None and type(made) in _SAVE_PLANNERS
+    if not is_ours or coordinator_rank != 0 or not use_collectives:
+        given = process_group, coordinator_rank, no_dist, planner
+        if use_collectives:  # torch 2.8 has no such argument
+            return stock_save(state_dict, storage_writer, *given)
+        return stock_save(state_dict, storage_writer, *given, use_collectives=False)
     metadata: Metadata | None = None
 
     @events.stage("declare")
+    @gc_pause.paused()
     def declare() -> SavePlan:
         made.set_up_planner(
             state_dict=state_dict,
@@ -109,6 +98,7 @@ def save_state_dict(
         return planned
 
     @events.stage("plan")
+    @gc_pause.paused()
     def decide(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
         plans, metadata = made.create_global_plan(plans)
@@ -123,18 +113,20 @@ def save_state_dict(
 
     @events.stage("commit")
     def finish(results: list[list[WriteResult]]) -> int:
-        storage_writer.finish(metadata, results, group.confirm)
+        storage_writer.finish(metadata=metadata, results=results, confirm=group.confirm)
         return sum(result.size_in_bytes for part in results for result in part)
 
     path = os.fspath(storage_writer.path)
     with _session("save", path, storage_writer, process_group, no_dist) as group:
         try:
-            plan = group.reduce_scatter("plan", declare, decide)
+            plan = _step(group, "plan", declare, decide, group.reduce_scatter)
             assignment: Assignment = plan.storage_data
             assignment.receive()
             operation = events.current().operation
             operation.id = assignment.save_id
-            operation.bytes = group.reduce_broadcast("write", write, finish)
+            operation.bytes = _step(
+                group, "write", write, finish, group.reduce_broadcast
+            )
         except RankLost:  # which may be writing still
             raise
         except BaseException:
@@ -142,7 +134,11 @@ def save_state_dict(
             raise
     if metadata is not None:
         return metadata
-    return _StoredMetadata(partial(reader(path).read_metadata))
+    stored = _StoredMetadata.__new__(_StoredMetadata)
+    vars(stored).update(
+        _save_id=assignment.save_id, _reader=_READERS[type(storage_writer)](path)
+    )
+    return stored
 
 
 def load_state_dict(
@@ -152,26 +148,15 @@ def load_state_dict(
     coordinator_rank: int = 0,
     no_dist: bool = False,
     planner: Any = None,
-    **others: Any,
 ) -> None:
     """In the place of torch's ``_load_state_dict``, as ``save_state_dict``."""
     made = planner or DefaultLoadPlanner()
-    if (
-        type(storage_reader) not in _READERS.values()
-        or type(made) not in _LOAD_PLANNERS
-        or coordinator_rank != 0
-    ):
-        stock_load(
-            state_dict,
-            storage_reader,
-            process_group,
-            coordinator_rank,
-            no_dist,
-            planner,
-            **others,
-        )
+    _wait_for_others(storage_reader, no_dist)
+    is_ours = type(storage_reader) in _READERS.values() and type(made) in _LOAD_PLANNERS
+    if not is_ours or coordinator_rank != 0:
+        given = process_group, coordinator_rank, no_dist, planner
+        stock_load(state_dict, storage_reader, *given)
         return
-
     plan = LoadPlan([])
 
     def open_checkpoint() -> tuple[Metadata, bool]:
@@ -185,6 +170,7 @@ def load_state_dict(
                 raise error from None
 
     @events.stage("compare")
+    @gc_pause.paused()
     def declare() -> tuple[str, bool]:
         """Make the plan. These planners change none globally, so it stays on this rank."""
         nonlocal plan
@@ -207,8 +193,65 @@ def load_state_dict(
 
     path = os.fspath(storage_reader.path)
     with _session("load", path, storage_reader, process_group, no_dist) as group:
-        group.reduce_broadcast("plan", declare, decide)
-        group.reduce_broadcast("read", read, lambda _: None)
+        _step(group, "plan", declare, decide, group.reduce_broadcast)
+        _step(group, "read", read, lambda _: None, group.reduce_broadcast)
+
+
+class _StepFailed(CheckpointingException):
+    """A step that failed on some ranks, as torch tells it on all."""
+
+    def __init__(self, step: str, failures: list[Failure]) -> None:
+        super().__init__("\n".join(f"rank {f.rank}: {f.text}" for f in failures))
+        self.step = step
+        self.by_rank: dict[int, Exception] = {}
+        for failure in failures:
+            error = (failure.kind or CheckpointingException)(failure.text)
+            if failure.kind is None:
+                error.add_note(failure.details)
+            self.by_rank[failure.rank] = error
+
+
+def _step(
+    group: Group,
+    name: str,
+    work: Callable[[], Any],
+    decide: Callable[[list[Any]], Any],
+    collective: Callable[..., Any],
+) -> Any:
+    """A step of ``group``. An error is that of the ranks where it was raised, on all ranks."""
+    own = attempt(work)
+    failed: list[Failure] = []
+
+    def send() -> tuple[Failure | None, Any]:
+        if own.error is not None:
+            return Failure.of(group.rank, own.error), None
+        return None, own.value
+
+    def judge(parts: list[tuple[Failure | None, Any]]) -> Any:
+        failed.extend(failure for failure, _ in parts if failure is not None)
+        decided = attempt(
+            lambda: None if failed else decide([value for _, value in parts])
+        )
+        if isinstance(decided.error, RankLost):
+            raise decided.error
+        if decided.error is not None:
+            failed.append(Failure.of(0, decided.error))
+        if collective == group.reduce_scatter:
+            return [(failed, part) for part in decided.value or [None] * group.size]
+        return failed, decided.value
+
+    failed, value = collective(name, send, judge)
+    if failed:
+        raise _StepFailed(name, failed) from own.error
+    return value
+
+
+def _wait_for_others(storage: Any, no_dist: bool) -> None:
+    """Wait for each ``async_save`` whose thread uses the same ranks."""
+    if not no_dist:
+        others = (None, storage)
+        running = [*in_flight.items()]
+        wait([result for result, writer in running if writer not in others])
 
 
 @contextmanager
@@ -216,43 +259,54 @@ def _session(
     kind: str, path: str, storage: Any, process_group: Any, no_dist: bool
 ) -> Iterator[Group]:
     """The ranks of one call. Errors have torch's class: CheckpointException, from ours."""
-    rank = 0
+    group: Group = SingleGroup()
     try:
-        group: Group = SingleGroup()
         if not no_dist:
-            # The messages of one call must not mix with those of an async_save.
-            others = [*in_flight.items()]
-            wait([result for result, writer in others if writer is not storage])
             name = f"dcp.{kind} {path}"
             group = group_over(process_group, storage.timeout, name, lane="dcp")
-        rank = group.rank
-        with (
-            group,
-            gc_pause.paused(),
-            events.operation(kind, path, rank, group.size),
-        ):
+        with group, events.operation(kind, path, group.rank, group.size):
             yield group
+    except _StepFailed as failed:
+        raise _torch_error(failed.step, failed.by_rank) from (
+            failed.__cause__ or failed
+        )
+    except RankFailure as error:
+        texts = error.failures or {group.rank: str(error)}
+        lost: dict[int, Exception] = {
+            rank: type(error)(f"rank {rank} {text}") for rank, text in texts.items()
+        }
+        raise _torch_error(kind, lost) from error
     except CheckpointingException as error:
-        failed = [rank]
-        if isinstance(error, RankFailure) and error.failures:
-            failed = sorted(error.failures)
-        stack = traceback.extract_tb(error.__traceback__)
-        failures = dict.fromkeys(failed, (error, stack))
-        raise CheckpointException(kind, failures) from error  # type: ignore[arg-type]
+        raise _torch_error(kind, {0: error}) from error
+
+
+def _torch_error(step: str, by_rank: dict[int, Exception]) -> CheckpointException:
+    """Without frames: those of other ranks are unknown here."""
+    failures = {rank: (error, StackSummary()) for rank, error in by_rank.items()}
+    return CheckpointException(step, failures)  # type: ignore[arg-type]
 
 
 _FIELDS = frozenset(field.name for field in fields(Metadata))
 
 
 class _StoredMetadata(Metadata):
-    """The metadata of a checkpoint, read when a field of it is first accessed."""
+    """The metadata of a save, read when a field of it is first accessed.
 
-    def __init__(self, read: Callable[[], Metadata]) -> None:
-        self._read: Callable[[], Metadata] | None = read
+    Raises CheckpointReplaced then if the path holds another save, and what the reader raises.
+    """
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _FIELDS:
-            read, self._read = self._read, None
-            if read is not None:
-                vars(self).update(vars(read()))
+        if name in _FIELDS and name not in vars(self):
+            reader: FileSystemReader = self._reader
+            found = reader.read_metadata()
+            save_id = found.storage_meta and found.storage_meta.save_id
+            if save_id not in (None, self._save_id):
+                raise CheckpointReplaced(
+                    f"{os.fspath(reader.path)} holds another save than {self._save_id}, whose "
+                    "metadata is asked for: access it before the next save to this path"
+                )
+            vars(self).update(vars(found))
         return super().__getattribute__(name)
+
+    def __reduce__(self) -> Any:
+        return Metadata, tuple(getattr(self, field.name) for field in fields(Metadata))

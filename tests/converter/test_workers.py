@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megackpt.async_save.worker_process import WorkerProcess
 from megackpt.checkpoint import open_checkpoint
 from megackpt.converter import conversion, conversion_workers as converter_workers
 from megackpt.converter.journal import JOURNAL
-from megackpt.errors import CorruptCheckpoint, NotACheckpoint, RankLost
+from megackpt.errors import CorruptCheckpoint, NotACheckpoint, RankLost, StorageError
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -183,6 +184,28 @@ def finished_tasks(target: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_workers_that_stand_still_are_given_up(tmp_path, large, monkeypatch) -> None:
+    """Stopped by a signal, as on a disk that does not answer. No process is left."""
+    stopped: list[int] = []
+    send = WorkerProcess.send
+
+    def stop(self, work):
+        send(self, work)
+        if self.process.pid not in stopped:
+            stopped.append(self.process.pid)
+            os.kill(self.process.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(WorkerProcess, "send", stop)
+    with pytest.raises(StorageError, match="have not reported progress for 3 s"):
+        megackpt.convert(
+            large, tmp_path / "out", "zarr", workers=2, timeout=timedelta(seconds=3)
+        )
+    assert len(stopped) == 2
+    assert not any(os.path.exists(f"/proc/{pid}") and _alive(pid) for pid in stopped)
+    assert not megackpt.check_is_distributed_checkpoint(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("to", "stop"),
     [
@@ -212,6 +235,8 @@ def test_the_command_is_stopped_after_every_task(
         children = _children(process.pid)
         process.send_signal(stop)
         _, reported = process.communicate()
+        if process.returncode == 0:
+            break  # it was done before the signal came
         killed += 1
         assert process.returncode in (-stop, 130), reported
         assert not megackpt.check_is_distributed_checkpoint(target)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
-from dataclasses import fields
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import megackpt
-from megackpt.dcp import FileSystemReader, FileSystemWriter, install
-from megackpt.errors import RankLost
+from megackpt.dcp import FileSystemReader, FileSystemWriter, install, sessions
+from megackpt.errors import CheckpointReplaced, RankLost
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -87,9 +88,9 @@ def a_rank_dies_after_it_has_written(folder: str) -> None:
         if dist.get_rank() == 0:
             finish = FileSystemWriter.finish
 
-            def late(*given: Any) -> None:
+            def late(*given: Any, **named: Any) -> None:
                 os.kill(int(Path(f"{folder}/pid").read_text()), signal.SIGKILL)
-                finish(*given)
+                finish(*given, **named)
 
             FileSystemWriter.finish = late  # type: ignore[method-assign]
         else:
@@ -131,15 +132,60 @@ def several_calls(folder: str) -> None:
         wrong = dict(third)
         if dist.get_rank() == 1:
             wrong["s"] = torch.eye(2).to_sparse()
-        with pytest.raises(CheckpointException, match="to_dense"):
+        with pytest.raises(CheckpointException, match="to_dense") as caught:
             dcp.save(wrong, checkpoint_id=f"{folder}/4")
+        assert [*caught.value.failures] == [0]  # it refuses the plan of all
         assert not os.path.exists(f"{folder}/4")
+        with pytest.raises(CheckpointException, match="not mine") as caught:
+            dcp.save(first, checkpoint_id=f"{folder}/4", planner=refusing(1))
+        assert [*caught.value.failures] == [1]
+        assert caught.value.args[0] == "plan", caught.value.args
+        replaced = dcp.save(first, checkpoint_id=f"{folder}/5")
+        dcp.save({"x": 1}, checkpoint_id=f"{folder}/5")
     stored = FileSystemReader(f"{folder}/2").read_metadata()
-    assert type(metadata) is Metadata or dist.get_rank() != 0
-    for name in ("state_dict_metadata", "planner_data", "storage_data"):
-        assert getattr(metadata, name) == getattr(stored, name)
     copy = pickle.loads(pickle.dumps(metadata))
-    assert {field.name for field in fields(copy)} <= set(vars(copy)) | {"version"}
+    for name in ("state_dict_metadata", "planner_data", "storage_data"):
+        assert getattr(copy, name) == getattr(metadata, name) == getattr(stored, name)
+    assert type(copy) is Metadata
+    if dist.get_rank() == 0:
+        assert "m.w" in replaced.state_dict_metadata
+    else:
+        with pytest.raises(CheckpointReplaced):
+            len(replaced.state_dict_metadata)
+
+
+def refusing(rank: int) -> DefaultSavePlanner:
+    """torch's planner, which fails on one rank."""
+    planner = DefaultSavePlanner()
+    if dist.get_rank() == rank:
+
+        def refuse() -> None:
+            raise ValueError("not mine")
+
+        planner.create_local_plan = refuse  # type: ignore[method-assign]
+    return planner
+
+
+def ends_while_it_saves(folder: str) -> None:
+    """``uninstall`` when the thread of rank 1 has not begun yet."""
+    new = state(1.0)
+    held = threading.Event()
+    if dist.get_rank() == 1:
+        real = state_dict_saver.save
+        state_dict_saver.save = lambda *a, **k: held.wait(60) and real(*a, **k)
+    with install():
+        future: Any = dcp.async_save(new, checkpoint_id=f"{folder}/c")
+        assert gc.isenabled()
+    held.set()
+    future.result(60)
+    assert state_dict_saver._save_state_dict is sessions.stock_save
+    with install():
+        assert values(f"{folder}/c") == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_save_that_has_begun_keeps_our_messages(ranks: Any, tmp_path: Path) -> None:
+    ranks(ends_while_it_saves, 2, tmp_path, timeout=120)
 
 
 @pytest.mark.slow
