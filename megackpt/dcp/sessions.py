@@ -32,7 +32,7 @@ from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.dcp.storage_reader import FileSystemReader, HuggingFaceStorageReader
 from megackpt.dcp.storage_writer import FileSystemWriter
-from megackpt.distributed import Group, SingleGroup, attempt, group_over
+from megackpt.distributed import Attempt, Group, SingleGroup, attempt, group_over
 from megackpt.distributed.failures import Failure
 from megackpt.errors import (
     CheckpointingException,
@@ -75,8 +75,8 @@ def save_state_dict(
     made = planner or DefaultSavePlanner()
     reader = _READERS.get(type(storage_writer))
     _wait_for_others(storage_writer, no_dist)
-    is_ours = reader is not None and type(made) in _SAVE_PLANNERS
-    if not is_ours or coordinator_rank != 0 or not use_collectives:
+    is_stock = type(made) not in _SAVE_PLANNERS or coordinator_rank != 0
+    if reader is None or is_stock or not use_collectives:
         given = process_group, coordinator_rank, no_dist, planner
         if use_collectives:  # torch 2.8 has no such argument
             return stock_save(state_dict, storage_writer, *given)
@@ -135,9 +135,7 @@ def save_state_dict(
     if metadata is not None:
         return metadata
     stored = _StoredMetadata.__new__(_StoredMetadata)
-    vars(stored).update(
-        _save_id=assignment.save_id, _reader=_READERS[type(storage_writer)](path)
-    )
+    vars(stored).update(_save_id=assignment.save_id, _reader=reader(path))
     return stored
 
 
@@ -198,7 +196,7 @@ def load_state_dict(
 
 
 class _StepFailed(CheckpointingException):
-    """A step that failed on some ranks, as torch tells it on all."""
+    """A step has failed on some ranks. ``by_rank``: their errors."""
 
     def __init__(self, step: str, failures: list[Failure]) -> None:
         super().__init__("\n".join(f"rank {f.rank}: {f.text}" for f in failures))
@@ -218,11 +216,13 @@ def _step(
     decide: Callable[[list[Any]], Any],
     collective: Callable[..., Any],
 ) -> Any:
-    """A step of ``group``. An error is that of the ranks where it was raised, on all ranks."""
-    own = attempt(work)
+    """A step of ``group``. Raises on all ranks the errors of the ranks that have failed."""
+    own: Attempt[Any] = Attempt(None)
     failed: list[Failure] = []
 
     def send() -> tuple[Failure | None, Any]:
+        nonlocal own
+        own = attempt(work)
         if own.error is not None:
             return Failure.of(group.rank, own.error), None
         return None, own.value
@@ -272,16 +272,16 @@ def _session(
         )
     except RankFailure as error:
         texts = error.failures or {group.rank: str(error)}
-        lost: dict[int, Exception] = {
+        failures: dict[int, Exception] = {
             rank: type(error)(f"rank {rank} {text}") for rank, text in texts.items()
         }
-        raise _torch_error(kind, lost) from error
+        raise _torch_error(kind, failures) from error
     except CheckpointingException as error:
         raise _torch_error(kind, {0: error}) from error
 
 
 def _torch_error(step: str, by_rank: dict[int, Exception]) -> CheckpointException:
-    """Without frames: those of other ranks are unknown here."""
+    """An error of torch's class. It has no frames: those of other ranks are not known here."""
     failures = {rank: (error, StackSummary()) for rank, error in by_rank.items()}
     return CheckpointException(step, failures)  # type: ignore[arg-type]
 
