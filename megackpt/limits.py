@@ -32,9 +32,9 @@ WAIT_WARNING_SECONDS = 30.0
 HOST_SILENT_SECONDS = 120
 """Seconds. A host that answers nothing for so long is lost, even before the ``timeout``."""
 CONNECT_SECONDS = 10.0
-"""Seconds. A rank tries so long to reach one that has given its address, but refuses."""
+"""Seconds. Retry period for connections that a published address refuses."""
 GREETING_SECONDS = 5.0
-"""Seconds. A new connection has so long to show that it is of this job."""
+"""Seconds. A new connection has this time to prove that it belongs to this job."""
 GREETINGS = 64
 """Connections. So many may be open at a time that have not shown that they are of this job."""
 CONTROL_MESSAGE_BYTES = 1 << 34
@@ -88,9 +88,9 @@ PICKLE_DEPTH = 500
 PICKLE_LEAVES = _from_environment("PICKLE_LEAVES", 1 << 27)
 """Values. A small pickle can repeat its parts often. Override: ``MEGACKPT_PICKLE_LEAVES``."""
 HOLE_BYTES = 16 << 20
-"""Bytes. So much of a file that is read whole may be holes, which take no disk space."""
+"""Bytes. Holes of a file that is read whole; they take no disk space."""
 HOLE_RATIO = 16
-"""Bytes a stored byte. Beyond that, the stored part must be at least one in so many."""
+"""At least 1/16 of the bytes above HOLE_BYTES must be stored."""
 
 # Converting.
 

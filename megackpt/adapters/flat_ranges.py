@@ -44,9 +44,9 @@ def make_flat_range_shards(
 
     The data-parallel ranks that hold the parameter declare different ranges, together all of it. So
     the last number of the replica id, the data-parallel one, becomes 0: each range is the main
-    replica, unless the parameter is a replica for another reason. (An int id is this number.)
-    Raises ShardingError for a range outside the parameter, data of another shape, and factories
-    that compute.
+    replica, unless the parameter is a replica for another reason. An int id is the data-parallel
+    number. Raises ShardingError for a range outside the parameter, data of another shape, and
+    factories that compute.
     """
     param = replace(param, key=f"{prefix}.{param.key}")
     check_flat_range(param, data, flat_range)

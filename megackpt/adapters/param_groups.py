@@ -50,9 +50,9 @@ class GroupsFactory(ShardedTensorFactory):
 
     Attributes:
         keys: number of a parameter -> its key.
-        numbers: number of a parameter -> the numbers that its group had when it was saved (more
-            than one where the parameter was saved as several). The load fills it before it merges
-            the groups. None if hyperparameters identify the groups.
+        numbers: number of a parameter -> numbers of its group in the checkpoint (several where the
+            parameter was saved as several). The load fills it before it merges the groups. None if
+            hyperparameters identify the groups.
     """
 
     build_fn: FactoryBuildFn = field(init=False, repr=False)

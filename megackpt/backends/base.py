@@ -95,10 +95,10 @@ class Target(Protocol):
 def views(
     data: Source | Target, rows: Sequence[int], sizes: Sequence[int]
 ) -> Sequence[memoryview | None]:
-    """For each row its bytes in C order, if they are so many, and stay in memory with ``data``.
+    """For each row its ``sizes`` bytes in C order, in the memory of ``data``.
 
-    None: only the other methods of the source or target reach them. So it is for all rows where
-    ``data`` has no method ``views``.
+    None if the bytes are not contiguous in memory, or if ``data`` has no method ``views``: use
+    ``blocks`` or ``open`` then.
     """
     if not hasattr(data, "views"):
         return [None] * len(rows)

@@ -55,7 +55,7 @@ class Assignment:
     rank: int
     files: tuple[str, ...]
     places: Mapping[str, Location] = field(default_factory=dict)
-    """In files that all ranks write into: the whole tensor of each of this rank's keys."""
+    """Location of each tensor in the files that all ranks write into, by key."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

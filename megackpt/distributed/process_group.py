@@ -79,8 +79,8 @@ def group_over(
     process alone.
 
     Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait
-    for one another; for the coordinator, which itself waits for the others before it answers, twice
-    as long. ``name`` says what the call is to do, alike on all ranks: a rank that has left a call
+    for one another. They wait twice as long for rank 0, since rank 0 may wait ``timeout`` for other
+    ranks. ``name`` says what the call is to do, alike on all ranks: a rank that has left a call
     out passes the numbers of calls with other names. Calls of another ``lane`` have connections and
     numbers of their own, so they may run beside these. A Group is returned as it is.
 

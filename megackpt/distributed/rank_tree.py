@@ -82,8 +82,8 @@ T = TypeVar("T")
 logger = logging.getLogger("megackpt.distributed")
 
 _RETURN_SECONDS = 5.0
-"""In the first step of a call a rank has these to connect again, if its last connection was closed.
-A rank that believed this one to be silent closes it, too."""
+"""In the first step of a call a rank has this time to connect again, if its last connection was
+closed. Both ends close a connection to a silent rank."""
 _DELIVERY = 0.02
 """Seconds until the steps that wait have taken the last messages of a connection that is lost."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure

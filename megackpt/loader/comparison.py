@@ -321,7 +321,7 @@ def _data_of(shard: ShardedTensor | ShardedObject) -> torch.Tensor | None:
 
 
 def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
-    """The numbers of the tensors whose memory is, or may be, that of others as well."""
+    """The indices of tensors that may share memory with another tensor."""
     spans = []
     for row, data in enumerate(tensors):
         if data is not None and data.numel():

@@ -102,7 +102,7 @@ class Retention:
     ) -> list[int]:
         """The steps that need not stay, oldest first. Calls ``is_good`` for as few as possible."""
         ordered = sorted(steps)
-        # At least two: what dead saves left is between the two newest, and found on the way.
+        # Look at two steps at least: leftovers of dead saves are between them.
         keep_last = self._rules.keep_last
         needed = max(keep_last or 0, 2)
         good = list(islice(filter(is_good, reversed(ordered)), needed))

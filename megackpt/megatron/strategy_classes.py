@@ -79,8 +79,8 @@ class SaveShardedStrategy(SaveStrategyBase):
     ) -> None:
         """Save this as a checkpoint of its own, which is complete when this returns.
 
-        Where a class of the caller's calls it for the directory that it was given, it performs
-        the save that the class is used for.
+        Called from an overriding ``save`` with the directory of that save, it writes to the running
+        save.
         """
         run = own_strategies.outer_run(checkpoint_dir, saver.save)
         run(sharded_state_dict, checkpoint_dir, self)

@@ -33,9 +33,9 @@ from megackpt.storage import digest
 BLOCK = 1 << 20
 """Bytes of a replica that are hashed and compared as one."""
 TURNS = 16
-"""Of "sample": each save compares one in so many blocks, and another one in the next save."""
+"""In mode "sample", each save compares every 16th block; the next save begins at another one."""
 _ALWAYS = 1 << 20
-"""The smallest replicas of a rank, together at most so many bytes, are compared in every save."""
+"""Bytes. The smallest replicas of a rank, up to this sum, are compared in every save."""
 _NAMED = 20  # shards, in a message
 _PARTITIONS = 3  # ways in which ranks differ, for each of these
 _ADVICE = (

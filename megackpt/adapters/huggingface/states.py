@@ -107,8 +107,8 @@ def _near(
     overlaps &= boxes.stop[:, stacked] > box.offset[stacked]
     near = [pieces[i] for i in np.flatnonzero(overlaps.all(axis=1)).tolist()]
     held: list[Piece] = []
-    # One piece for each other tensor of theirs near by is declared as a box without elements. So
-    # all ranks miss the same names if one is not stored, also ranks that hold only padding.
+    # One piece for each other tensor near by is declared as a box without elements: all ranks then
+    # report the same missing keys, also ranks that hold only padding.
     others: dict[str, Piece] = {}
     for piece in near or pieces[:1]:
         inside = piece.within(box)
