@@ -126,7 +126,8 @@ class TorchDist(Backend):
                 algorithm, listed = fields["algorithm"], fields["files"]
                 if isinstance(algorithm, str) and isinstance(listed, dict):
                     tables.append(INTEGRITY)
-        return replace(manifest, tables=tuple(tables))
+        backend = self.properties.name, self.properties.version
+        return replace(manifest, tables=tuple(tables), backend=backend)
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         if manifest.encoding == "raw":
