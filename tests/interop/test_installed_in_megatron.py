@@ -281,6 +281,12 @@ UNLIKE = {
     "FullyParallelLoadStrategyWrapper.check_backend_compatibility",
     "TorchCommonLoadStrategy.check_backend_compatibility",
     "TorchDistLoadShardedStrategy.check_backend_compatibility",
+    # refused, whatever the arguments: docs/design/0046
+    "FileSystemWriterAsync.preload_tensors",
+    "FileSystemWriterAsync.write_preloaded_data",
+    "FileSystemWriterAsync.write_preloaded_data_multiproc",
+    "FileSystemWriterAsync.write_preloaded_data_multithread",
+    "FileSystemWriterAsync.prepare_decentralized_global_plan",
     # properties in their bases there, and here throughout
     "TorchCommonLoadStrategy.can_handle_sharded_objects",
     "TorchCommonSaveStrategy.can_handle_sharded_objects",
