@@ -24,7 +24,7 @@ _SMALL = 64 << 10  # bytes
 _COMPARED = 1 << 22  # addresses of elements that are compared with one another
 _begin = torch.UntypedStorage.data_ptr
 _nbytes = torch.UntypedStorage.nbytes
-_NO_STORAGE: torch.UntypedStorage = torch.empty(0).untyped_storage()
+_NO_STORAGE: torch.UntypedStorage = torch.empty(0, device="cpu").untyped_storage()
 
 
 class _Memory:

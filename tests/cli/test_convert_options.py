@@ -36,6 +36,7 @@ def test_without_options_the_defaults_of_the_function_hold() -> None:
         "progress",
         "table",
         "beside",
+        "timeout",
     }
     for name, value in arguments.items():
         default = parameters[name].default
