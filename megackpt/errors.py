@@ -4,6 +4,7 @@ CheckpointingException              the root; the name that Megatron-Core uses
 ├── ShardingError                   a wrong declaration (a mistake of the caller)
 │   ├── CoverageError               the shards of all ranks do not tile a tensor exactly
 │   └── ReplicaMismatch             ranks hold different values of the same shard
+├── NonfiniteValues                 the strategy refuses NaN and infinite values
 ├── MismatchError                   requested keys, shapes or dtypes are not the stored ones
 ├── NotACheckpoint                  there is no (complete) checkpoint at this path
 ├── CheckpointExists                a complete checkpoint exists and may not be replaced

@@ -1,3 +1,3 @@
-"""Saving: ``save_operation`` has the steps of a save, ``request`` what one rank asks for."""
+"""Saving: ``save_operation`` has the steps of a save, ``save_request`` the request of one rank."""
 
 from megackpt.saver.save_operation import save as save
