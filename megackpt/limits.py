@@ -90,7 +90,7 @@ PICKLE_LEAVES = _from_environment("PICKLE_LEAVES", 1 << 27)
 HOLE_BYTES = 16 << 20
 """Bytes. Holes of a file that is read whole; they take no disk space."""
 HOLE_RATIO = 16
-"""At least 1/16 of the bytes above HOLE_BYTES must be stored."""
+"""Bytes a stored byte. Of the bytes above HOLE_BYTES at least 1/16 must be stored."""
 
 # Converting.
 
