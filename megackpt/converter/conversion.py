@@ -184,14 +184,14 @@ class Conversion:
         session = SaveSession(target, self.options.timeout, who)
         remote = is_url(target)  # object stores resume nothing
         save_id = uuid.uuid4().hex
-        if not remote:
-            save_id = session.call("begin", self.save_id)
-        operation.id = save_id
-        if resume and session.call("begin", completed, target, save_id):
-            session.end()
-            return self.outcome(target, {}, self.total)
         done: dict[int, TaskResult] = {}
         try:
+            if not remote:
+                save_id = session.call("begin", self.save_id)
+            operation.id = save_id
+            if resume and session.call("begin", completed, target, save_id):
+                session.end()
+                return self.outcome(target, {}, self.total)
             session.begin(
                 save_id,
                 overwrite=overwrite,

@@ -15,6 +15,7 @@ from dataclasses import fields
 from traceback import StackSummary
 from typing import Any
 
+from torch.distributed import get_rank
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
@@ -30,6 +31,7 @@ from megackpt import events, gc_pause
 from megackpt.dcp.huggingface_writer import HuggingFaceStorageWriter
 from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
+from megackpt.dcp.state_dict_saver import reset_on_error
 from megackpt.dcp.storage_reader import FileSystemReader, HuggingFaceStorageReader
 from megackpt.dcp.storage_writer import FileSystemWriter
 from megackpt.distributed import Attempt, Group, SingleGroup, attempt, group_over
@@ -117,21 +119,16 @@ def save_state_dict(
         return sum(result.size_in_bytes for part in results for result in part)
 
     path = os.fspath(storage_writer.path)
-    with _session("save", path, storage_writer, process_group, no_dist) as group:
-        try:
-            plan = _step(group, "plan", declare, decide, group.reduce_scatter)
-            assignment: Assignment = plan.storage_data
-            assignment.receive()
-            operation = events.current().operation
-            operation.id = assignment.save_id
-            operation.bytes = _step(
-                group, "write", write, finish, group.reduce_broadcast
-            )
-        except RankLost:  # which may be writing still
-            raise
-        except BaseException:
-            storage_writer.reset()
-            raise
+    with (
+        _session("save", path, storage_writer, process_group, no_dist) as group,
+        reset_on_error(storage_writer),
+    ):
+        plan = _step(group, "plan", declare, decide, scatter=True)
+        assignment: Assignment = plan.storage_data
+        assignment.receive()
+        operation = events.current().operation
+        operation.id = assignment.save_id
+        operation.bytes = _step(group, "write", write, finish)
     if metadata is not None:
         return metadata
     stored = _StoredMetadata.__new__(_StoredMetadata)
@@ -191,8 +188,8 @@ def load_state_dict(
 
     path = os.fspath(storage_reader.path)
     with _session("load", path, storage_reader, process_group, no_dist) as group:
-        _step(group, "plan", declare, decide, group.reduce_broadcast)
-        _step(group, "read", read, lambda _: None, group.reduce_broadcast)
+        _step(group, "plan", declare, decide)
+        _step(group, "read", read, lambda _: None)
 
 
 class _StepFailed(CheckpointingException):
@@ -214,9 +211,12 @@ def _step(
     name: str,
     work: Callable[[], Any],
     decide: Callable[[list[Any]], Any],
-    collective: Callable[..., Any],
+    scatter: bool = False,
 ) -> Any:
-    """A step of ``group``. Raises on all ranks the errors of the ranks that have failed."""
+    """A step of ``group``. Raises on all ranks the errors of the ranks that have failed.
+
+    ``Group`` does so, too, but its errors do not tell torch's callers which ranks these are.
+    """
     own: Attempt[Any] = Attempt(None)
     failed: list[Failure] = []
 
@@ -236,10 +236,11 @@ def _step(
             raise decided.error
         if decided.error is not None:
             failed.append(Failure.of(0, decided.error))
-        if collective == group.reduce_scatter:
+        if scatter:
             return [(failed, part) for part in decided.value or [None] * group.size]
         return failed, decided.value
 
+    collective = group.reduce_scatter if scatter else group.reduce_broadcast
     failed, value = collective(name, send, judge)
     if failed:
         raise _StepFailed(name, failed) from own.error
@@ -260,6 +261,7 @@ def _session(
 ) -> Iterator[Group]:
     """The ranks of one call. Errors have torch's class: CheckpointException, from ours."""
     group: Group = SingleGroup()
+    rank = 0 if no_dist else get_rank(process_group)
     try:
         if not no_dist:
             name = f"dcp.{kind} {path}"
@@ -271,13 +273,13 @@ def _session(
             failed.__cause__ or failed
         )
     except RankFailure as error:
-        texts = error.failures or {group.rank: str(error)}
+        texts = error.failures or {rank: str(error)}
         failures: dict[int, Exception] = {
-            rank: type(error)(f"rank {rank} {text}") for rank, text in texts.items()
+            lost: type(error)(f"rank {lost} {text}") for lost, text in texts.items()
         }
         raise _torch_error(kind, failures) from error
     except CheckpointingException as error:
-        raise _torch_error(kind, {0: error}) from error
+        raise _torch_error(kind, {rank: error}) from error
 
 
 def _torch_error(step: str, by_rank: dict[int, Exception]) -> CheckpointException:

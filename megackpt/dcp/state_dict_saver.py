@@ -130,7 +130,7 @@ def save_state_dict_async_plan(
     with (
         group_over(process_group) as group,
         gc_pause.paused(),
-        _reset_on_error(storage_writer),
+        reset_on_error(storage_writer),
     ):
         cached, reused = group.reduce_broadcast("plan", compare, decide)
         offer = None if cached or reused else local
@@ -179,12 +179,12 @@ def save_state_dict_async_finalize(
             )
         storage_writer.finish(global_metadata, results)
 
-    with group_over(dist_wrapper.group) as group, _reset_on_error(storage_writer):
+    with group_over(dist_wrapper.group) as group, reset_on_error(storage_writer):
         group.reduce_broadcast("write", storage_writer.retrieve_write_results, finish)
 
 
 @contextmanager
-def _reset_on_error(writer: Any) -> Iterator[None]:
+def reset_on_error(writer: Any) -> Iterator[None]:
     """Remove what a failed save left, unless ranks are lost: these may be writing still."""
     try:
         yield
