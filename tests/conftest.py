@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from hypothesis import settings
 from tests import azurite
 from tests.buckets import bucket, line, s3_server  # noqa: F401  the fixtures
 from tests.faults.share import SHARE
+from tests.ports import unused_port
 from tests.torch_names import without_gloo
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -338,14 +338,11 @@ def _rank(rank: int) -> dict[str, str]:
 
 
 def _torchrun(nproc: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(unused_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.manager import CheckpointManager
+from tests.ports import unused_port
 
 pytestmark = pytest.mark.slow
 
@@ -138,12 +138,9 @@ def test_a_node_is_lost_and_the_other_goes_on_alone(
     tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
     """Two agents meet; one of them dies with its worker, and torchrun itself goes on with a smaller world."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     meeting = (
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1", "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job", "--local-addr=localhost",
+        f"--rdzv-endpoint=localhost:{unused_port()}", "--rdzv-id=job", "--local-addr=localhost",
     )  # fmt: skip
     job = Job(tmp_path / "run")
     with ExitStack() as nodes:
