@@ -20,6 +20,8 @@ import torch
 
 import megackpt
 from megackpt import Event, ShardedTensor, events
+from megackpt.backends.base import Source
+from megackpt.backends.progress import CountedSource
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import (
@@ -30,7 +32,6 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.planning.manifest import SavePlan
-from megackpt.staging.progress import CountedSource
 from megackpt.staging.source import COPIED_AT_ONCE
 from megackpt.testing import ThreadedGroup
 
@@ -413,12 +414,12 @@ def test_an_error_without_a_text_is_told() -> None:
 
 
 def test_large_tensors_are_counted_in_pieces() -> None:
-    class OneBlock:
+    class OneBlock(Source):
         def blocks(self, _row: int) -> Any:
             yield memoryview(bytes(2 * COPIED_AT_ONCE + 5))
 
     counted: list[int] = []
-    source = CountedSource(OneBlock(), counted.append)  # type: ignore[arg-type]
+    source = CountedSource(OneBlock(), counted.append)
     assert (
         [len(piece) for piece in source.blocks(0)]
         == counted

@@ -75,9 +75,31 @@ class Source(Protocol):
         rows at a time, to write small ones together: a few MiB at most.
         """
 
+    def views(
+        self,
+        rows: Sequence[int],
+        sizes: Sequence[int],  # noqa: ARG002
+    ) -> Sequence[memoryview | None]:
+        """For each row its ``sizes`` bytes in C order, in memory that stays.
+
+        None: only ``blocks`` gives the bytes of the row.
+        """
+        return [None] * len(rows)
+
 
 class Target(Protocol):
     """The destination of a load. Several threads use it, on disjoint regions."""
+
+    def views(
+        self,
+        targets: Sequence[int],
+        sizes: Sequence[int],  # noqa: ARG002
+    ) -> Sequence[memoryview | None]:
+        """For each target its ``sizes`` bytes in C order, which the caller fills.
+
+        None: the caller fills the regions of ``open`` instead.
+        """
+        return [None] * len(targets)
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         """A writable array of ``box.shape`` for this region of row ``target``. It may be strided.
@@ -90,20 +112,6 @@ class Target(Protocol):
 
     def blob(self, target: int, data: bytes) -> None:
         """Take the bytes of an object."""
-
-
-def views(
-    data: Source | Target, rows: Sequence[int], sizes: Sequence[int]
-) -> Sequence[memoryview | None]:
-    """For each row its ``sizes`` bytes in C order, in the memory of ``data``.
-
-    None if the bytes are not contiguous in memory, or if ``data`` has no method ``views``: use
-    ``blocks`` or ``open`` then.
-    """
-    if not hasattr(data, "views"):
-        return [None] * len(rows)
-    found: Sequence[memoryview | None] = data.views(rows, sizes)
-    return found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ system.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -236,11 +236,16 @@ def _key_of(root: Storage, name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ConvertedObjects:
+class ConvertedObjects(Target):
     """A Target that gets each object as ``convert(row, blob)`` returns it."""
 
     into: Target
     convert: Callable[[int, bytes], bytes]
+
+    def views(
+        self, targets: Sequence[int], sizes: Sequence[int]
+    ) -> Sequence[memoryview | None]:
+        return self.into.views(targets, sizes)
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
         return self.into.open(target, box)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt import limits
-from megackpt.backends.base import THREADS, Target, views
+from megackpt.backends.base import THREADS, Target
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Int64, c_strides, cut, extents_within, runs
 from megackpt.planning.manifest import (
@@ -402,7 +402,7 @@ class _SimplePieces:
         numbers = np.flatnonzero(is_simple)
         found: list[memoryview | None] = [None] * len(pieces)
         targets = job.plan.target[pieces.row[numbers]].tolist()
-        taken = views(job.into, targets, pieces.nbytes[numbers].tolist())
+        taken = job.into.views(targets, pieces.nbytes[numbers].tolist())
         for number, view in zip(numbers.tolist(), taken, strict=True):
             found[number] = view
         starts = pieces.base + pieces.low

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.backends.base import Backend
+from megackpt.backends.base import Backend, Target
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -244,7 +244,7 @@ class ChunkChecks:
 
 
 @dataclass(frozen=True)
-class Nowhere:
+class Nowhere(Target):
     """A Target that discards tensors and keeps blobs."""
 
     itemsize: int

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.backends.base import Target
 from megackpt.checkpoint.opening import Opened
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
@@ -77,7 +78,7 @@ class Regions:
 
 
 @dataclass(frozen=True, eq=False)
-class _Landing:
+class _Landing(Target):
     """The Target of a read: it writes directly into the arrays."""
 
     arrays: list[NDArray[Any]]

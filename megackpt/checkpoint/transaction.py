@@ -40,6 +40,7 @@ from uuid import uuid4
 
 from megackpt import events, limits
 from megackpt.backends.base import Backend, Finished, Source
+from megackpt.backends.progress import CountedSource
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
@@ -63,7 +64,6 @@ from megackpt.errors import (
 )
 from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
 from megackpt.staging.buffers import HostCopy
-from megackpt.staging.progress import CountedSource
 from megackpt.storage import Executor, Storage, digest, is_url
 
 P = ParamSpec("P")

@@ -19,6 +19,7 @@ from megackpt.async_save.worker_process import WorkerProcess
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import Opened, Writing, as_read_by, open_same
 from megackpt.checkpoint.regions import Region, Regions
+from megackpt.checkpoint.transaction import CheckedSource
 from megackpt.converter.cells import ConversionTask
 from megackpt.converter.journal import TaskResult
 from megackpt.errors import RankLost, StorageError
@@ -29,7 +30,7 @@ from megackpt.storage import Storage
 _CAST_ELEMENTS = 1 << 15
 
 
-class CellSource:
+class CellSource(CheckedSource):
     """The ``Source`` of a task.
 
     Neighbouring rows are read together, up to a cell's bytes. A row is dropped when it was used.

@@ -154,7 +154,7 @@ class _MappedReader(Backend):
 
 
 @dataclass(frozen=True, eq=False)
-class _MappedTarget:
+class _MappedTarget(Target):
     """Hands regions of ``into`` to the reader of the stored tensors, in their axes.
 
     ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megackpt.backends.base import Source
 from megackpt.backends.safetensors import STEM, Safetensors
 from megackpt.backends.safetensors.headers import TensorFile, numbered, refuse_unfit
 from megackpt.backends.shared_files import write_tensors
@@ -52,7 +53,7 @@ class _NumberedFiles(Safetensors):
         return numbered(parts or {1: []}, STEM, max(self.numbers.values(), default=1))
 
 
-class _PlacedItemWriter(ItemWriter):
+class _PlacedItemWriter(ItemWriter, Source):
     """Writes the items of one rank to their places in files that all ranks write into."""
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:

@@ -15,6 +15,7 @@ import torch
 import megackpt.serialization.allowlist  # noqa: F401
 from megackpt import events, serialization
 from megackpt.backends.base import Backend
+from megackpt.backends.progress import counted_target
 from megackpt.checkpoint import open_same
 from megackpt.errors import (
     CheckpointingException,
@@ -35,7 +36,6 @@ from megackpt.planning.manifest import (
     TensorEntry,
 )
 from megackpt.staging.devices import synchronize
-from megackpt.staging.progress import counted_target
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedTensor, dtype_named
 from megackpt.storage import Executor, Storage

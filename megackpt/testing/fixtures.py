@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.backends.base import Source, Target
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON_KEY,
@@ -111,7 +112,7 @@ class World:
 
 
 @dataclass(frozen=True, eq=False)
-class MemorySource:
+class MemorySource(Source):
     """The ``Source`` of a plan's rows, from a World. A row's blocks share their memory."""
 
     world: World
@@ -134,7 +135,7 @@ class MemorySource:
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryTarget:
+class MemoryTarget(Target):
     """A ``Target`` of strided arrays, one for each wanted row: every second element of a wide one.
 
     Rows of even numbers are filled in place. The others are filled through memory from which

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
+from megackpt.backends.base import Target
 from megackpt.backends.ranges import SKIP, Pieces, read_raw
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes
@@ -72,7 +73,7 @@ class _CountingReader(FileReader):
 
 
 @dataclass
-class Arrays:
+class Arrays(Target):
     """A target of numpy arrays; ``holders[i]`` is the box that ``arrays[i]`` fills."""
 
     arrays: list[NDArray[Any]]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megackpt.backends import shared_files
-from megackpt.backends.base import write_result
+from megackpt.backends.base import Source, write_result
 from megackpt.backends.shared_files import (
     byte_runs,
     compute_digests,
@@ -158,7 +158,7 @@ def test_a_hole_that_nobody_wrote_is_refused() -> None:
         merge_pieces(manifest, {key: Location("all", 0, 16) for key in world.tensors})
 
 
-class _TooMuch:
+class _TooMuch(Source):
     """A model that changes while it is saved."""
 
     def __init__(self, source: MemorySource, extra: int) -> None:

@@ -41,9 +41,10 @@ class Slow(TorchDist):
 DRIPPING = '''
 import time
 from pathlib import Path
+from megackpt.backends import Source
 from megackpt.backends.torch_dist import TorchDist
 
-class Dripping:
+class Dripping(Source):
     """Tells which rows are taken, each of which takes a while."""
     def __init__(self, data):
         self.data = data

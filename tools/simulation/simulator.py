@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from megackpt.backends.base import Backend, plan_for_backend
+from megackpt.backends.base import Backend, Target, plan_for_backend
 from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import decode_index, encode_index
 from megackpt.distributed.wire_format import pack, unpack
@@ -245,7 +245,7 @@ class _CountingReader(FileReader):
         pass
 
 
-class Nowhere:
+class Nowhere(Target):
     """A target whose bytes are never touched: memory that was never used takes none."""
 
     def __init__(self, wanted: Declarations) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.backends.archives import frame
-from megackpt.backends.base import Source, views
+from megackpt.backends.base import Source
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.errors import BackendError
 from megackpt.planning.box import Int64, runs
@@ -151,7 +151,7 @@ def _write_file(
             rows = part.rows[first:last]
             found: Sequence[memoryview | None] = [None] * len(rows)
             if small[first]:
-                found = views(data, rows, nbytes[first:last].tolist())
+                found = data.views(rows, nbytes[first:last].tolist())
             numbers = plan.tensor[rows].tolist()
             shapes = plan.boxes.shape[rows].tolist()
             for row, number, shape, view in zip(

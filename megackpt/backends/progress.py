@@ -4,43 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 from megackpt import events
+from megackpt.backends.base import Source, Target
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import DIGEST_BLOCK
-
-if TYPE_CHECKING:
-    # This module must not import torch: the worker process uses it.
-    from megackpt.staging.target import LoadTarget
 
 COUNTED_AT_ONCE = 16 * DIGEST_BLOCK
 """Bytes: the largest block that is passed on. Progress is visible, and a cancelled task stops,
 between blocks."""
 
 
-class Blocks(Protocol):
-    """What is counted: a Source (see backends/base.py)."""
-
-    def blocks(self, row: int) -> Iterator[memoryview]: ...
-
-
 @dataclass(frozen=True, eq=False)
-class CountedSource:
+class CountedSource(Source):
     """Calls ``advance`` with the size of each block."""
 
-    source: Blocks
+    source: Source
     advance: Callable[[int], None]
 
     def views(
         self, rows: Sequence[int], sizes: Sequence[int]
     ) -> Sequence[memoryview | None]:
-        """See ``TensorSource.views``: none of a source without this method."""
-        if not hasattr(self.source, "views"):
-            return [None] * len(rows)
-        views: Sequence[memoryview | None] = self.source.views(rows, sizes)
+        views = self.source.views(rows, sizes)
         self.advance(sum(len(view) for view in views if view is not None))
         return views
 
@@ -52,7 +40,7 @@ class CountedSource:
                 yield part
 
 
-def counted_target(target: LoadTarget, todo: int) -> LoadTarget | CountedTarget:
+def counted_target(target: Target, todo: int) -> Target:
     """The target itself if no observer shows the progress of this stage, which loads ``todo``
     bytes.
     """
@@ -64,16 +52,16 @@ def counted_target(target: LoadTarget, todo: int) -> LoadTarget | CountedTarget:
 
 
 @dataclass(frozen=True, eq=False)
-class CountedTarget:
+class CountedTarget(Target):
     """Calls ``advance`` with the bytes of each region and blob that the target has received."""
 
-    target: LoadTarget
+    target: Target
     advance: Callable[[int], None]
 
     def views(
         self, targets: Sequence[int], sizes: Sequence[int]
     ) -> Sequence[memoryview | None]:
-        """See ``LoadTarget.views``. Memory that is handed out counts as filled."""
+        """See ``Target.views``. Memory that is handed out counts as filled."""
         views = self.target.views(targets, sizes)
         self.advance(sum(len(view) for view in views if view is not None))
         return views
