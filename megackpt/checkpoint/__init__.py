@@ -16,8 +16,8 @@ from megackpt.checkpoint.opening import (
     open_checkpoint as open_checkpoint,
     open_same as open_same,
 )
+from megackpt.checkpoint.session import SaveSession as SaveSession
 from megackpt.checkpoint.transaction import (
-    SaveSession as SaveSession,
     Transaction as Transaction,
     Writing as Writing,
     begin as begin,

@@ -33,7 +33,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 from uuid import uuid4
@@ -64,7 +63,7 @@ from megackpt.errors import (
 )
 from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
 from megackpt.staging.buffers import HostCopy
-from megackpt.storage import Executor, Storage, digest, is_url
+from megackpt.storage import Storage, digest, is_url
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -369,103 +368,6 @@ def begin(
                 "index replaces nothing"
             )
         raise CheckpointExists(f"{error}: save elsewhere, or {ways}") from None
-
-
-class SaveSession:
-    """The transaction of one save. Each of its steps is bounded: StorageError if the storage does
-    not answer.
-
-    A step that was given up may hang on. When the storage answers, it ends, and the transaction is
-    aborted on its thread. Until then this process does not touch the storage any more.
-
-    Args:
-        timeout: how long the storage may not answer in one step. None: for ever.
-        who: saves, for errors, such as "rank 0, host 'a'".
-    """
-
-    def __init__(self, directory: str, timeout: timedelta | None, who: str) -> None:
-        self.transaction: Transaction | None = None
-        """Begun, and neither committed nor aborted."""
-        self.directory = directory
-        self._who = who
-        self._executor = Executor(timeout)
-        self.alive = self._executor.alive
-        self.check = self._executor.progress.check
-
-    def begin(
-        self,
-        save_id: str,
-        *,
-        overwrite: bool = True,
-        resume: bool = False,
-        indexed: bool = True,
-    ) -> Transaction:
-        """See ``checkpoint.begin``."""
-
-        def work() -> Transaction:
-            # Set here: after this call was given up, only ``end`` knows the transaction.
-            self.transaction = self.begun = begin(
-                self.directory,
-                save_id=save_id,
-                overwrite=overwrite,
-                resume=resume,
-                indexed=indexed,
-                moved=self.alive,
-            )
-            return self.begun
-
-        return self.call("begin", work)
-
-    def announce(self, names: Iterable[str]) -> None:
-        """See ``Transaction.announce``."""
-        self.call("begin", self.begun.announce, names)
-
-    def commit(
-        self,
-        backend: Backend,
-        manifest: Manifest,
-        confirm: Callable[[], None] = lambda: None,
-        reread: bool = False,
-    ) -> None:
-        """See ``Transaction.commit``. ``confirm`` waits for ranks, which has a bound of its own."""
-
-        def confirm_here() -> None:
-            self.alive()  # raises if this commit was given up
-            with self._executor.waiting_for_ranks():
-                confirm()
-
-        commit = self.begun.commit
-        self.call("commit", commit, backend, manifest, reread, confirm_here)
-        self.transaction = None
-
-    def call(
-        self, step: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """Do a step in the storage, under a name for errors."""
-        name = f"{step} of the save to {self.directory} ({self._who})"
-        return self._executor.call(name, work, *args, **kwargs)
-
-    def end(self, keep: bool = False) -> None:
-        """Abort the transaction unless it is committed. An error of the storage is logged.
-
-        ``keep``: the files stay, as other ranks may still write them, or a later call resumes. The
-        next other save removes them.
-        """
-
-        def finish() -> None:
-            if self.transaction is not None and keep:
-                self.transaction.abandon()
-            elif self.transaction is not None:
-                self.transaction.abort()
-
-        if self._executor.gave_up is not None:
-            self._executor.afterwards(finish)
-        elif self.transaction is not None:
-            try:
-                self.call("end", finish)
-            except CheckpointingException as error:
-                logger.warning("%s", error)
-        self._executor.close()
 
 
 def _target(

@@ -14,7 +14,7 @@ from megackpt import checkpoint, saver, serialization, strategies, tree
 from megackpt.async_save import AsyncRequest, Pending
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
-from megackpt.distributed import attempt, group_over
+from megackpt.distributed import attempt, group_over, name_here
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -39,8 +39,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     digest_rows,
 )
-from megackpt.saver.running_save import RunningSave
-from megackpt.saver.save_operation import make_plan
+from megackpt.saver.save_operation import begin, make_plan
 from megackpt.saver.save_request import SaveRequest
 from megackpt.state import ShardedBase, ShardedObject
 from megackpt.storage import Storage, digest
@@ -62,23 +61,32 @@ def save(
 ) -> AsyncRequest | None:
     """A save by the strategy. ``options`` are those of ``SaveRequest.of``."""
     group = group_over(process_group, timeout, f"save {directory}")
-    operation = RunningSave(group, str(directory), timeout)
+    session = checkpoint.SaveSession(
+        str(directory), timeout, name_here(group.rank), group
+    )
     backend = OwnFormat(strategy.backend, strategy.version or 1)
-    with operation.running():
+    with session.running():
         declared = attempt(
             lambda: SaveRequest.of(
                 state, local_path(directory), backend, group, **options
             )
         )
-        started = operation.begin(declared, None)
-        request, part = make_plan(operation, declared, started)
+        started = begin(session, declared, None)
+        request, part = make_plan(session, declared, started)
     own = _OwnSave(
-        strategy, backend, operation, request, part.save_id, process_group, asynchronous
+        strategy,
+        backend,
+        session,
+        request,
+        part.save_id,
+        process_group,
+        timeout,
+        asynchronous,
     )
     written = attempt(own.write)
     own.agree(written.get)
     if own.outer.inner:
-        operation.drop()  # the engine has committed it, or its request will
+        session.finish()  # the engine has committed it, or its request will
         return written.value
     if not asynchronous:
         own.commit()
@@ -95,7 +103,7 @@ def save(
         own.agree(outcome)
         own.commit()
 
-    pending = Pending(task, group, conclude, operation.give_up)
+    pending = Pending(task, group, conclude, session.give_up)
     return AsyncRequest(pending, (), [pending.conclude])
 
 
@@ -105,10 +113,11 @@ class _OwnSave:
 
     strategy: Any
     backend: OwnFormat
-    operation: RunningSave
+    session: checkpoint.SaveSession
     request: SaveRequest
     save_id: str
     process_group: Any
+    timeout: Any
     asynchronous: bool
     outer: Outer = field(init=False)
     root: Storage = field(init=False)
@@ -166,7 +175,7 @@ class _OwnSave:
             # It has been compared.
             preprocess_common_before_consistancy_check=lambda _: {},
             process_group=self.process_group,
-            timeout=self.operation.timeout,
+            timeout=self.timeout,
             **chosen,
         )
 
@@ -201,10 +210,10 @@ class _OwnSave:
                 )
 
         try:
-            with group_over(self.process_group, self.operation.timeout) as group:
+            with group_over(self.process_group, self.timeout) as group:
                 group.reduce_broadcast("write", work, decide)
         except BaseException:
-            with self.operation.running():
+            with self.session.running():
                 raise
 
     def collect(self) -> list[str]:
@@ -218,35 +227,34 @@ class _OwnSave:
 
     def synced(self, names: Sequence[str]) -> list[File]:
         """Make files durable, and read them for their digests."""
-        return [
-            _synced(self.root, name, self.operation.session.alive) for name in names
-        ]
+        return [_synced(self.root, name, self.session.alive) for name in names]
 
     def commit(self) -> None:
         """Make the files of all ranks the checkpoint. Collective; each rank reads a part."""
-        operation, backend = self.operation, self.backend
-        group = operation.group
+        session, backend = self.session, self.backend
+        group = session.group
         name, version = backend.properties.name, backend.properties.version
         known = attempt(lambda: strategies.reader_of(name, version)).value
 
-        def manifest_of(parts: Sequence[Sequence[File]]) -> Manifest:
+        def commit(parts: Sequence[Sequence[File]]) -> int:
             if known is None or known.properties.name != name:
-                return _manifest(part for rank in parts for part in rank)
-            manifest = known.read_manifest(self.root)
-            backend.properties = replace(  # type: ignore[misc]
-                backend.properties, encoding=manifest.encoding
-            )
-            return manifest
+                manifest = _manifest(part for rank in parts for part in rank)
+            else:
+                manifest = known.read_manifest(self.root)
+                backend.properties = replace(  # type: ignore[misc]
+                    backend.properties, encoding=manifest.encoding
+                )
+            return session.commit(backend, manifest)
 
-        call = operation.session.call
-        with operation.running():
-            names = group.broadcast("files", lambda: call("commit", self.collect))
-            share = names[group.rank :: group.size]
-            operation.commit_collected(
-                lambda: call("commit", self.synced, share),
-                manifest_of,
-                backend,
+        with session.running():
+            names = group.broadcast(
+                "files", lambda: session.call("commit", self.collect)
             )
+            share = names[group.rank :: group.size]
+            nbytes = group.reduce_broadcast(
+                "write", lambda: session.call("commit", self.synced, share), commit
+            )
+            session.finish(nbytes)
 
 
 def _save_objects(strategy: Any, request: SaveRequest, root: Storage) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,7 +22,7 @@ from megackpt import events
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import plan_for_backend
-from megackpt.checkpoint import Transaction, Writing
+from megackpt.checkpoint import SaveSession, Writing
 from megackpt.checkpoint.transaction import CheckedSource
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
@@ -35,23 +36,32 @@ from megackpt.distributed import (
 from megackpt.distributed.failures import DEPARTURES
 from megackpt.errors import (
     CheckpointingException,
+    NonfiniteValues,
+    ReplicaMismatch,
     ShardingError,
     join_truncated,
     name_ranks,
 )
 from megackpt.planning.cache import CachedPlan, cache_of
-from megackpt.planning.manifest import Declarations, Manifest, SavePlan, WriteResult
+from megackpt.planning.manifest import (
+    Declarations,
+    Manifest,
+    SavePlan,
+    ShardId,
+    WriteResult,
+)
 from megackpt.saver.audit import (
     AllReplicas,
+    Blocks,
     RankDigests,
     RankReplicas,
+    describe,
     find_replicas,
     hash_replicas,
 )
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
-from megackpt.saver.running_save import Examined, RankPart, RunningSave
 from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
-from megackpt.saver.values import examine
+from megackpt.saver.values import examine, merge
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.copy import copy_to_host
 from megackpt.staging.devices import synchronize
@@ -61,11 +71,43 @@ from megackpt.strategies import COMMON_IS_KEPT, StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.saver")
 
+Hold = Callable[[], object]
+"""Makes later work on devices wait for the copy of an asynchronous save."""
+
 _NO_PLAN = -(2**63) + 1
 """The vote of a rank that cannot reuse a plan: no other vote agrees with it."""
 _ABSTAINS = 2**63 - 1
 """It is never the lowest."""
 _named_classes: set[str] = set()  # classes to trust that a warning has named
+
+
+@dataclass(frozen=True, eq=False)
+class RankPart:
+    """What this rank writes and compares. Only rank 0 has ``manifest`` and ``all_replicas``."""
+
+    save_id: str
+    plan: SavePlan
+    manifest: Manifest | None
+    replicas: RankReplicas | None = None
+    all_replicas: AllReplicas | None = None
+    differed: bool = False
+
+    def between_audits(self, declared: Declarations) -> RankPart:
+        """For a save that ``Strategy.audit_every`` leaves out: it compares small replicas."""
+        own, every = self.replicas, self.all_replicas
+        return replace(
+            self,
+            replicas=own and own.small(declared),
+            all_replicas=every and every.small,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Examined:
+    """What a rank has found in its tensors: digests of its replicas, and numbers of its values."""
+
+    digests: RankDigests
+    values: bytes
 
 
 def save(
@@ -151,7 +193,7 @@ def save(
         )
         return later
     group = group_over(process_group, timeout, f"save {checkpoint_dir}")
-    operation = RunningSave(group, str(checkpoint_dir), timeout)
+    session = SaveSession(str(checkpoint_dir), timeout, name_here(group.rank), group)
 
     @events.stage("declare")
     def declare() -> SaveRequest:
@@ -167,50 +209,54 @@ def save(
             allow_large_common_state=allow_large_common_state,
         )
 
-    with operation.running():
+    with session.running():
         # Declare and begin. The next step raises their errors on all ranks.
         declared = attempt(declare)
         cached = _find_plan(group, declared.value)
-        started = operation.begin(declared, cached)
+        started = begin(session, declared, cached)
         # Plan, unless all ranks hold the plan of an earlier save.
         reuse, turn = _all_ranks_reuse(group, declared, cached, started)
         if cached is not None and reuse:
             request = declared.get()
             part = cached
         else:
-            request, part = make_plan(operation, declared, started)
+            request, part = make_plan(session, declared, started)
         if part.replicas is not None and not part.replicas.due(turn):
             part = part.between_audits(request.declared)
-        operation.total.operation.id = part.save_id
+        session.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
         if async_sharded_save:
             stage = _copy
-        task = operation.task = stage(operation, request, part)
+        task, hold = stage(session, request, part)
+        session.wait_for(task)
         examined = attempt(partial(_examine, request, part, turn))
         if wait_staged:
-            operation.hold()
+            hold()
         # Finish and commit, when all ranks have written.
-        commit = partial(operation.commit, task, request, part, examined)
+        finish = partial(_commit, session, task, request, part, examined)
         if not async_sharded_save:
             task.run()
-            commit()
+            finish()
             return None
-    return _async_request(operation, task, commit)
+    return _async_request(session, task, hold, finish)
 
 
 def _async_request(
-    operation: RunningSave, task: Task[WriteResult], commit: Callable[[], None]
+    session: SaveSession,
+    task: Task[WriteResult],
+    hold: Hold,
+    commit: Callable[[], None],
 ) -> AsyncRequest:
     # ``on_drop`` refers to the task. The traceback of a failed task's error refers to ``pending``,
     # so neither would ever be freed: ``on_drop`` ends before the error is raised.
     def finish() -> None:
         on_drop.detach()
-        with operation.running():
+        with session.running():
             commit()
 
-    pending = Pending(task, operation.group, finish, operation.give_up, operation.hold)
-    on_drop = finalize(pending, _dropped, task, operation.total, os.getpid())
+    pending = Pending(task, session.group, finish, session.give_up, hold)
+    on_drop = finalize(pending, _dropped, task, session.total, os.getpid())
     return AsyncRequest(pending, (), [pending.conclude])
 
 
@@ -254,7 +300,7 @@ def _all_ranks_reuse(
     group: Group,
     declared: Attempt[SaveRequest],
     cached: RankPart | None,
-    started: Attempt[Transaction | None],
+    started: Attempt[None],
 ) -> tuple[bool, int]:
     """Vote: do all ranks hold one plan, and parameter groups as rank 0 has them? Collective.
 
@@ -288,16 +334,37 @@ def _all_ranks_reuse(
     return agreed, turn
 
 
+def begin(
+    session: SaveSession, declared: Attempt[SaveRequest], cached: RankPart | None
+) -> Attempt[None]:
+    """On rank 0: begin the transaction, under the id of the cached plan if there is one."""
+
+    @events.stage("begin")
+    def work() -> None:
+        request = declared.get()
+        save_id = uuid.uuid4().hex
+        if cached:
+            save_id = cached.save_id
+        session.total.operation.id = save_id
+        indexed = request.backend.properties.indexed
+        session.begin(save_id, overwrite=request.overwrite, indexed=indexed)
+        if cached and cached.manifest is not None:
+            layout = request.backend.layout(session.group.size, cached.manifest)
+            session.announce(layout.files)
+
+    return attempt(work) if session.group.is_coordinator else Attempt(None)
+
+
 def make_plan(
-    operation: RunningSave,
+    session: SaveSession,
     declared: Attempt[SaveRequest],
-    started: Attempt[Transaction | None],
+    started: Attempt[None],
 ) -> tuple[SaveRequest, RankPart]:
     """Gather the declarations, plan on rank 0, scatter the plans. Collective.
 
     On rank 0 the request that is returned has parameter groups of other ranks in it.
     """
-    group = operation.group
+    group = session.group
     planned: list[tuple[SaveRequest, Manifest, AllReplicas | None]] = []
 
     def send() -> _RankRequest:
@@ -324,7 +391,7 @@ def make_plan(
             replicas, all_replicas = find_replicas(
                 [part.declarations for part in parts], request.audit
             )
-        request, manifest, replies = _plan_for_all(operation, request, parts, replicas)
+        request, manifest, replies = _plan_for_all(session, request, parts, replicas)
         planned.append((request, manifest, all_replicas))
         return replies
 
@@ -346,7 +413,7 @@ def make_plan(
 
 
 def _plan_for_all(
-    operation: RunningSave,
+    session: SaveSession,
     request: SaveRequest,
     parts: Sequence[_RankRequest],
     replicas: Sequence[RankReplicas | None],
@@ -361,8 +428,8 @@ def _plan_for_all(
         request.policy,
         request.checked,
     )
-    operation.session.announce(request.backend.layout(len(parts), manifest).files)
-    save_id = operation.session.begun.save_id
+    session.announce(request.backend.layout(len(parts), manifest).files)
+    save_id = session.begun.save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
@@ -393,8 +460,8 @@ def _warn_of_untrusted(texts: Iterable[str]) -> None:
 
 
 def _reference(
-    operation: RunningSave, request: SaveRequest, part: RankPart
-) -> Task[WriteResult]:
+    session: SaveSession, request: SaveRequest, part: RankPart
+) -> tuple[Task[WriteResult], Hold]:
     """The task of writing the caller's tensors themselves, which threads may read at once."""
 
     def source() -> TensorSource:
@@ -402,12 +469,12 @@ def _reference(
         synchronize(source.held)
         return source
 
-    return _write_task(operation, request, part, source)
+    return _write_task(session, request, part, source), lambda: None
 
 
 def _copy(
-    operation: RunningSave, request: SaveRequest, part: RankPart
-) -> Task[WriteResult]:
+    session: SaveSession, request: SaveRequest, part: RankPart
+) -> tuple[Task[WriteResult], Hold]:
     """The task of writing a copy. CPU tensors may be changed when this returns."""
 
     @events.stage("stage")
@@ -421,20 +488,18 @@ def _copy(
     copied = attempt(copy)
     made = copied.value
     if made is not None:
-        operation.hold = made.hold
-    if made is not None or copied.error is not None:
-        task = _write_task(
-            operation, request, part, lambda: cast(HostCopy, copied.get())
-        )
-        if made is not None:
-            task.on_end(lambda _: made.release())
-        return task
+        task = _write_task(session, request, part, lambda: made)
+        task.on_end(lambda _: made.release())
+        return task, made.hold
+    if copied.error is not None:
+        source = cast(Callable[[], HostCopy], copied.get)
+        return _write_task(session, request, part, source), lambda: None
     # There is no memory for a copy, so the tensors themselves are written now.
-    task = _reference(operation, request, part)
+    task, hold = _reference(session, request, part)
     task.run()
     if task.outcome is not None and isinstance(task.outcome.error, DEPARTURES):
         raise task.outcome.error
-    return task
+    return task, hold
 
 
 def _examine(request: SaveRequest, part: RankPart, turn: int) -> Examined:
@@ -454,13 +519,13 @@ def _examine(request: SaveRequest, part: RankPart, turn: int) -> Examined:
 
 
 def _write_task(
-    operation: RunningSave,
+    session: SaveSession,
     request: SaveRequest,
     part: RankPart,
     source: Callable[[], CheckedSource],
 ) -> Task[WriteResult]:
     """The task of writing. An error in making its source becomes its outcome."""
-    step = events.start("write", operation.total.operation)
+    step = events.start("write", session.total.operation)
     step.todo = part.plan.nbytes
     directory = request.directory
     backend = request.backend
@@ -472,8 +537,8 @@ def _write_task(
         os.path.basename(directory),
         step.todo,
         step.advance if step.counts_bytes else None,
-        operation.timeout,
-        f"writing of the save to {directory} ({name_here(operation.group.rank)})",
+        session.timeout,
+        f"writing of the save to {directory} ({session.who})",
     )
 
     def end(outcome: Attempt[WriteResult]) -> None:
@@ -485,6 +550,67 @@ def _write_task(
     if writing.error is not None:
         task.finish(Attempt(None, writing.error))
     return task
+
+
+def _commit(
+    session: SaveSession,
+    task: Task[WriteResult],
+    request: SaveRequest,
+    part: RankPart,
+    examined: Attempt[Examined],
+) -> None:
+    """When all ranks have written: finish and commit, on rank 0. Collective.
+
+    The error of any rank's task is raised on all ranks. If the audit finds differences, another
+    step names them, and then raises or commits.
+    """
+    manifests: list[Manifest] = []
+
+    def send() -> tuple[WriteResult, bytes, bytes]:
+        found = examined.get()
+        return task.get(), found.digests.packed(), found.values
+
+    def decide(
+        results: Sequence[tuple[WriteResult, bytes, bytes]],
+    ) -> list[ShardId] | int:
+        written, digests, values = zip(*results, strict=True)
+        planned = cast(Manifest, part.manifest)
+        manifest = replace(planned.located(written), values=merge(planned, values))
+        _check_values(request, manifest)
+        manifests.append(manifest)
+        if part.all_replicas is not None:
+            differing = part.all_replicas.differing(digests)
+            if differing:
+                return differing
+        return session.commit(request.backend, manifest)
+
+    def conclude(found: Sequence[Blocks]) -> int:
+        text = describe(differing, found, manifests[0])
+        if request.audit.raises:
+            raise ReplicaMismatch(text)
+        logger.warning("%s", text)
+        keys = tuple(dict.fromkeys(shard.key for shard in differing))
+        return session.commit(request.backend, replace(manifests[0], differing=keys))
+
+    reply = session.group.reduce_broadcast("write", send, decide)
+    if isinstance(reply, list):
+        differing = reply
+        reply = session.group.reduce_broadcast(
+            "audit", lambda: examined.get().digests.of(differing), conclude
+        )
+    session.finish(reply)
+
+
+def _check_values(request: SaveRequest, manifest: Manifest) -> None:
+    """NonfiniteValues or a WARNING, as the strategy says, if there are NaN or infinite values."""
+    text = manifest.nonfinite()
+    if text and request.check_values == "raise":
+        raise NonfiniteValues(
+            f"{request.directory} is not saved, it has {text}. Go back to an earlier checkpoint, "
+            "or save with check_values='note'"
+        )
+    if text:
+        logger.warning("%s has %s", request.directory, text)
 
 
 def _not_ready(_: Callable[[int], None]) -> WriteResult:

@@ -1,0 +1,183 @@
+"""One save on one rank: its ranks, its events, the bounded calls to its storage, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+from megackpt import events, gc_pause
+from megackpt.async_save import Task
+from megackpt.backends.base import Backend
+from megackpt.checkpoint.marker import logger
+from megackpt.checkpoint.transaction import Transaction, begin
+from megackpt.distributed import Group, SingleGroup
+from megackpt.distributed.failures import DEPARTURES
+from megackpt.errors import CheckpointingException, RankLost
+from megackpt.planning.manifest import Manifest
+from megackpt.storage import Executor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SaveSession:
+    """One save on one rank. On rank 0 it has the transaction.
+
+    Each step in the storage is bounded: StorageError if the storage does not answer. A step that
+    was given up may hang on. When the storage answers, the step ends, and its thread aborts the
+    transaction. Until then this process does not touch the storage any more.
+
+    ``megackpt.save`` runs the parts of a save in ``running``. Where the parts of a save come from
+    different threads or processes (torch DCP), or some errors keep the files (``convert``), the
+    caller has no group, calls ``end``, and has events of another operation.
+
+    Args:
+        timeout: how long the storage may not answer in one step. None: for ever.
+        who: the saver, for errors, such as "rank 0, host 'a'".
+        group: the ranks of the save. The session then is an operation in the events.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        timeout: timedelta | None,
+        who: str,
+        group: Group | None = None,
+    ) -> None:
+        self.transaction: Transaction | None = None
+        """Begun, and neither committed nor aborted."""
+        self.directory = directory
+        self.timeout = timeout
+        self.who = who
+        self.group = group or SingleGroup()
+        self.total = events.start(
+            events.TOTAL,
+            events.Operation(
+                "save" if group else "", directory, self.group.rank, self.group.size
+            ),
+        )
+        self._executor = Executor(timeout)
+        self._writing: Task[Any] | None = None
+        self.alive = self._executor.alive
+        self.check = self._executor.progress.check
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A part of the save. An exception ends the save on this rank."""
+        try:
+            with self.group, gc_pause.paused(), events.use(self.total):
+                yield
+        except BaseException as error:
+            # Other ranks may still be writing if they do not know of this error.
+            interrupted = isinstance(error, DEPARTURES) and self.group.size > 1
+            self._fail(error, interrupted or isinstance(error, RankLost))
+            raise
+
+    def begin(
+        self,
+        save_id: str,
+        *,
+        overwrite: bool = True,
+        resume: bool = False,
+        indexed: bool = True,
+    ) -> Transaction:
+        """See ``checkpoint.begin``."""
+
+        def work() -> Transaction:
+            # Set here: after this call was given up, only ``end`` knows the transaction.
+            self.transaction = self.begun = begin(
+                self.directory,
+                save_id=save_id,
+                overwrite=overwrite,
+                resume=resume,
+                indexed=indexed,
+                moved=self.alive,
+            )
+            return self.begun
+
+        return self.call("begin", work)
+
+    def announce(self, names: Iterable[str]) -> None:
+        """See ``Transaction.announce``."""
+        self.call("begin", self.begun.announce, names)
+
+    def wait_for(self, task: Task[Any]) -> Task[Any]:
+        """The files stay if the save fails while this task hangs in the storage."""
+        self._writing = task
+        return task
+
+    def commit(
+        self,
+        backend: Backend,
+        manifest: Manifest,
+        confirm: Callable[[], None] | None = None,
+        reread: bool = False,
+    ) -> int:
+        """Commit, on rank 0: see ``Transaction.commit``. Returns the bytes of all chunks.
+
+        ``confirm`` waits for ranks, with a bound of its own. By default it asks those of ``group``.
+        """
+        ask = confirm or self.group.confirm
+
+        def confirm_here() -> None:
+            self.alive()  # raises if this commit was given up
+            with self._executor.waiting_for_ranks():
+                ask()
+
+        commit = self.begun.commit
+        with events.stage("commit"):
+            self.call("commit", commit, backend, manifest, reread, confirm_here)
+        self.transaction = None
+        return int(manifest.chunks.length.sum())
+
+    def call(
+        self, step: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Do a step in the storage, under a name for errors."""
+        name = f"{step} of the save to {self.directory} ({self.who})"
+        return self._executor.call(name, work, *args, **kwargs)
+
+    def finish(self, nbytes: int = 0) -> None:
+        """End without an error: this save, or another one in its place, is committed."""
+        self.total.operation.bytes = nbytes
+        self.end()
+        events.finish(self.total)
+
+    def give_up(self) -> None:
+        """Cancel the save on this rank, without the other ranks, which may still be writing."""
+        operation = self.total.operation
+        self.group.give_up()
+        error = CheckpointingException(
+            f"the save {operation.id} to {operation.path} is given up"
+        )
+        self._fail(error, others_may_write=self.group.size > 1)
+
+    def _fail(self, error: BaseException, others_may_write: bool) -> None:
+        if not self.total.ended:
+            hangs = self._writing is not None and self._writing.stuck
+            self.end(others_may_write or hangs)
+        events.finish(self.total, error)
+
+    def end(self, keep: bool = False) -> None:
+        """Abort the transaction unless it is committed. An error of the storage is logged.
+
+        ``keep``: the files stay, as other ranks may still write them, or a later call resumes. The
+        next other save removes them.
+        """
+
+        def finish() -> None:
+            if self.transaction is not None and keep:
+                self.transaction.abandon()
+            elif self.transaction is not None:
+                self.transaction.abort()
+
+        if self._executor.gave_up is not None:
+            self._executor.afterwards(finish)
+        elif self.transaction is not None:
+            try:
+                self.call("end", finish)
+            except CheckpointingException as error:
+                logger.warning("%s", error)
+        self._executor.close()
