@@ -40,10 +40,10 @@ from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
 )
-from megackpt.loader.row_reader import replacement
+from megackpt.loader.session import LoadSession
 from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import Manifest
-from megackpt.storage import Executor, LocalStorage, Storage
+from megackpt.storage import LocalStorage, Storage
 from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
 
 _log = logging.getLogger("megackpt.dcp")
@@ -78,7 +78,7 @@ class FileSystemReader(StorageReader):
         self.path = path
         self.verify = verify
         self.timeout = timeout
-        self._executor = Executor(timeout)
+        self._session = self._new_session()
         self.load_id = uuid.uuid4().hex
         self._registry = _extension_registry or ExtensionRegistry()
         self._checkpoint: OpenCheckpoint | None = None
@@ -94,16 +94,20 @@ class FileSystemReader(StorageReader):
         return is_checkpoint_path(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_executor": None, "_checkpoint": None}
+        return {**vars(self), "_session": None, "_checkpoint": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _executor=Executor(state["timeout"]))
+        vars(self).update(state)
+        self._session = self._new_session()
+
+    def _new_session(self) -> LoadSession:
+        return LoadSession(self.timeout, f"host {socket.gethostname()!r}")
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         if checkpoint_id:
             self.path = checkpoint_id
         self._checkpoint, self.load_id = None, uuid.uuid4().hex
-        self._executor = Executor(self.timeout)
+        self._session = self._new_session()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """Open the checkpoint. Later reads are from this one, even if it is replaced meanwhile.
@@ -157,30 +161,21 @@ class FileSystemReader(StorageReader):
         try:
             checkpoint = self._opened()
 
-            def read() -> None:
-                reader = ItemReader(checkpoint, planner, self._registry, self.verify)
-                try:
-                    reader.read(plan)
-                except (CheckpointingException, OSError) as error:
-                    replaced = replacement(checkpoint.storage, checkpoint.manifest)
-                    if replaced is not None:
-                        raise replaced from error
-                    raise
-
-            self._executor.call(f"reading {self._place()}", read)
+            reader = ItemReader(checkpoint, planner, self._registry, self.verify)
+            self._session.read_by(
+                checkpoint.storage, checkpoint.manifest, lambda: reader.read(plan)
+            )
             future.set_result(None)
         except Exception as error:  # noqa: BLE001 - raised by the caller
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
 
     def _open(self, rank: int | None) -> OpenCheckpoint:
-        return self._executor.call(f"opening {self._place()}", self._found, rank)
+        name = f"opening {os.fspath(self.path)}"
+        return self._session.call(name, self._found, rank)
 
     def _found(self, rank: int | None) -> OpenCheckpoint:
-        return _open(self.path, rank, self._executor.alive)
-
-    def _place(self) -> str:
-        return f"{os.fspath(self.path)} (host {socket.gethostname()!r})"
+        return _open(self.path, rank, self._session.alive)
 
     def _opened(self) -> OpenCheckpoint:
         if self._checkpoint is None:
@@ -214,7 +209,7 @@ class HuggingFaceStorageReader(FileSystemReader):
         self.thread_count = thread_count
 
     def _found(self, rank: int | None) -> OpenCheckpoint:
-        opened = open_checkpoint(self.path, moved=self._executor.alive)
+        opened = open_checkpoint(self.path, moved=self._session.alive)
         manifest, name = opened.manifest, opened.backend.properties.name
         if name != "safetensors" or rank is not None:
             raise NotACheckpoint(

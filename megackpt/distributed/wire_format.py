@@ -38,6 +38,7 @@ megackpt.adapters.param_groups HeldGroup
 megackpt.dcp.item_writer Assignment StoredItem
 megackpt.distributed.failures Failure
 megackpt.distributed.group _ErrorReply
+megackpt.loader.comparison CompareRequest
 megackpt.loader.load_operation _RankRequest
 megackpt.manager.local.merged MergedSave PieceTable
 megackpt.manager.local.pieces LocalSave Piece PieceFiles

@@ -42,7 +42,7 @@ from megackpt.state import (
     restore,
     unbundled,
 )
-from megackpt.strategies import Strategy, StrategyLike, asked_format
+from megackpt.strategies import StrategyLike
 
 logger = logging.getLogger("megackpt.loader")
 
@@ -96,11 +96,6 @@ class LoadRequest:
             raise ValueError(
                 f"key_map is a mapping or a function, from key to key, not {names!r}"
             )
-
-    @property
-    def format(self) -> Strategy | None:
-        """None if the directory decides."""
-        return asked_format(self.strategy)
 
     def declared(self, manifest: Manifest, values: Mapping[str, Any]) -> LoadRequest:
         """The request for one checkpoint. ``values``: as for ``StateOfStored``."""
@@ -197,7 +192,9 @@ class Comparison:
     def overlapping(self) -> Int64:
         """The wanted rows that may share memory with others: a later read may overwrite them."""
         shards = [self.extracted.shards[number] for number in self.kept.tolist()]
-        return overlapping(list(map(_data_of, shards)))
+        return overlapping(
+            [s.data if isinstance(s, ShardedTensor) else None for s in shards]
+        )
 
     def restore(self, values: Sequence[Any]) -> dict[Any, Any]:
         """The state dict, with the values of all wanted rows in their places."""
@@ -213,6 +210,46 @@ class Comparison:
         if len(values) > len(self.kept):
             common = values[-1]
         return restore(self.extracted, result, common)
+
+
+@dataclass(frozen=True, eq=False)
+class CompareRequest:
+    """What a rank sends to rank 0, which compares the requests of all ranks.
+
+    ``declared`` is None where nothing is validated. ``names`` are empty unless the strictness needs
+    the names that all ranks ask for. ``unexpected``: the names that the rank itself has missed.
+    """
+
+    declared: Declarations | None
+    names: Collection[str]
+    unexpected: Collection[str] = ()
+
+    @classmethod
+    def of(cls, request: LoadRequest, compared: Comparison) -> CompareRequest:
+        """The request of a rank that has compared itself with the stored state."""
+        declared = compared.declared
+        names: Collection[str] = ()
+        if StrictHandling.requires_global_app_metadata(request.strict):
+            names = strict.requested(declared)
+        return cls(declared if request.validate else None, names)
+
+
+def judge(
+    request: LoadRequest, parts: Sequence[CompareRequest], manifest: Manifest
+) -> set[str]:
+    """On rank 0: check the coverage, and find the stored keys that no rank asks for.
+
+    Missing keys are found only where the strictness makes ranks send their names.
+    """
+    if request.validate:
+        declared = [part.declared for part in parts if part.declared is not None]
+        check_coverage(declared, manifest, request)
+    if not StrictHandling.requires_global_app_metadata(request.strict):
+        return set()
+    absent = set[str]().union(*(part.unexpected for part in parts))
+    return find_missing(
+        [part.names for part in parts], manifest, request.strict, absent
+    )
 
 
 def check_coverage(
@@ -302,8 +339,8 @@ def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
 def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> None:
     """ShardingError for a tensor whose elements share memory: the last one read would win."""
     for shard in shards:
-        data = _data_of(shard)
-        if data is not None and overlaps_itself(data):
+        data = shard.data
+        if isinstance(data, torch.Tensor) and overlaps_itself(data):
             what = "a tensor that overlaps itself"
             if 0 in data.stride():
                 what = "an expanded tensor"
@@ -312,12 +349,6 @@ def _refuse_shared_memory(shards: Sequence[ShardedTensor | ShardedObject]) -> No
                 f"{data.stride()}), whose elements share memory; give data.contiguous(), or "
                 "data=None"
             )
-
-
-def _data_of(shard: ShardedTensor | ShardedObject) -> torch.Tensor | None:
-    if isinstance(shard, ShardedTensor):
-        return shard.data
-    return None
 
 
 def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megackpt import events, gc_pause
-from megackpt.backends.base import Backend
 from megackpt.checkpoint import (
+    Opened,
     absolute,
-    as_read_by,
-    backend_of,
     find_storage,
-    open_checkpoint,
-    open_same,
 )
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
@@ -39,22 +35,17 @@ from megackpt.errors import (
     join_truncated,
 )
 from megackpt.loader.comparison import (
+    CompareRequest,
     Comparison,
     KeyMap,
     LoadRequest,
     StateOfStored,
-    check_coverage,
-    find_missing,
+    judge,
     trusted_classes,
 )
 from megackpt.loader.exchange import exchange
-from megackpt.loader.row_reader import (
-    read,
-    read_rows,
-    target_of,
-    values_of,
-)
-from megackpt.planning import strict as strictness
+from megackpt.loader.row_reader import target_of, values_of
+from megackpt.loader.session import LoadSession
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load
@@ -70,10 +61,10 @@ from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_fl
 from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
-from megackpt.storage import Executor, Storage
 from megackpt.strategies import (
     Strategy,
     StrategyLike,
+    asked_format,
     default_strategies,
     loading,
     read_config,
@@ -181,17 +172,17 @@ def load(
         group,
         gc_pause.paused(),
         events.operation("load", checkpoint_dir, group.rank, group.size),
-        closing(Executor(timeout)) as executor,
+        closing(LoadSession(timeout, name_here(group.rank))) as session,
     ):
         for _ in range(ATTEMPTS - 1):
             try:
-                return _LoadOperation(group, request, executor).run()
+                return _LoadOperation(group, request, session).run()
             except CheckpointReplaced:
                 logger.warning(
                     "%s was replaced while it was being loaded: loading again",
                     checkpoint_dir,
                 )
-        return _LoadOperation(group, request, executor).run()
+        return _LoadOperation(group, request, session).run()
 
 
 def _own_load(given: StrategyLike, directory: str | Path) -> Callable[..., Any] | None:
@@ -208,14 +199,9 @@ def _own_load(given: StrategyLike, directory: str | Path) -> Callable[..., Any] 
 
 @dataclass(frozen=True, eq=False)
 class _RankRequest:
-    """What a rank sends to rank 0 for the comparison of all requests.
+    """What a rank sends to rank 0. ``domain`` numbers the ranks that exchange, in ``mode``."""
 
-    ``declared`` is None where nothing is validated; ``names`` are empty unless the strictness
-    needs them. ``domain`` numbers the ranks with which this one exchanges, in ``mode``.
-    """
-
-    declared: Declarations | None
-    names: Collection[str]
+    compared: CompareRequest
     mode: str
     domain: int
 
@@ -224,20 +210,18 @@ class _LoadOperation:
     """One load on one rank: what its steps leave there."""
 
     manifest: Manifest
-    root: Storage
-    backend: Backend
+    opened: Opened
     compared: Comparison
     memory: LoadTarget
-    is_remote: bool
     state: dict[Any, Any]
     domains: Sequence[int] = ()  # on rank 0: ranks with equal numbers exchange
 
     def __init__(
-        self, group: Group, request: Attempt[LoadRequest], executor: Executor
+        self, group: Group, request: Attempt[LoadRequest], session: LoadSession
     ) -> None:
         self.group = group
         self.attempt = request
-        self.executor = executor
+        self.session = session
 
     @property
     def request(self) -> LoadRequest:
@@ -280,11 +264,8 @@ class _LoadOperation:
         """On rank 0: the directory, and the manifest of the checkpoint in it."""
         request = self.request
         try:
-            manifest = self.executor.call(
-                f"opening {self.place}",
-                open_checkpoint,
-                request.directory,
-                request.format,
+            manifest = self.session.open(
+                request.directory, asked_format(request.strategy)
             ).manifest
         except NotACheckpoint as error:
             if self.group.size == 1:
@@ -302,11 +283,6 @@ class _LoadOperation:
             )
         return request.directory, manifest
 
-    @property
-    def place(self) -> str:
-        """What is read, and by which rank."""
-        return f"{self.request.directory} ({name_here(self.group.rank)})"
-
     @events.stage("compare")
     def compare(self, directory: str) -> _RankRequest:
         """Open the checkpoint that rank 0 has opened, and compare this rank's request with it."""
@@ -319,24 +295,18 @@ class _LoadOperation:
                 f"{request.directory}, on rank 0 {directory}"
             )
         # Opened first: all that is read through this handle belongs to one checkpoint.
-        opening = f"opening {self.place}"
-        call = self.executor.call
-        self.backend, self.root = call(opening, self.reopen)
+        self.opened = self.session.open_same(
+            directory, manifest, asked_format(request.strategy)
+        )
         if isinstance(request.state, StateOfStored):
-            prefixes = request.state.prefixes
-            values = call(opening, self.pickles, prefixes)
+            values = self.pickles(request.state.prefixes)
             request = request.declared(manifest, values)
             self.attempt = Attempt(request)
         self.compared = Comparison.of(request, manifest, self.group.rank)
-        names: Collection[str] = ()
-        if StrictHandling.requires_global_app_metadata(request.strict):
-            names = strictness.requested(self.compared.declared)
-        declared = None
-        if request.validate:
-            declared = self.compared.declared
         strategy = loading(request.strategy, *manifest.backend)
         domain = domain_of(strategy.load_group, "load_group")
-        return _RankRequest(declared, names, strategy.exchange, domain)
+        sent = CompareRequest.of(request, self.compared)
+        return _RankRequest(sent, strategy.exchange, domain)
 
     def pickles(self, prefixes: tuple[str, ...]) -> dict[str, Any]:
         """The common state, and the objects whose keys begin with a prefix, by key."""
@@ -347,44 +317,25 @@ class _LoadOperation:
                 if meta.is_object and (key == COMMON_KEY or key.startswith(prefixes))
             ]
         )
-        values = read_rows(
-            self.root,
-            self.backend,
-            self.manifest,
+        values = self.session.rows(
+            self.opened,
             wanted,
-            [None] * len(wanted),
-            self.executor,
             verify=self.request.verify,
             trusted=self.request.trusted,
         )
         keys = [row.shard.key for row in wanted.rows()]
         return dict(zip(keys, values, strict=True))
 
-    def reopen(self) -> tuple[Backend, Storage]:
-        request, manifest = self.request, self.manifest
-        root = open_same(
-            request.directory, manifest.save_id, request.format, self.executor.alive
-        )
-        backend = backend_of(root, manifest, request.format)
-        self.is_remote = root.is_remote()
-        return backend, as_read_by(backend, root)
-
     def judge(self, parts: Sequence[_RankRequest]) -> tuple[set[str], bool]:
         """On rank 0: the keys that no rank asks for, and whether ranks exchange.
 
-        Nothing is gathered for this alone: missing keys are found only where the strictness makes
-        ranks send their names. An exchange in the mode "auto" is for storage over a network.
+        An exchange in the mode "auto" is for storage over a network.
         """
-        request = self.request
-        if request.validate:
-            declared = [part.declared for part in parts if part.declared is not None]
-            check_coverage(declared, self.manifest, request)
-        missing: set[str] = set()
-        if StrictHandling.requires_global_app_metadata(request.strict):
-            names = [part.names for part in parts]
-            missing = find_missing(names, self.manifest, request.strict)
+        sent = [part.compared for part in parts]
+        missing = judge(self.request, sent, self.manifest)
         modes = {"always"}
-        if any(part.mode == "auto" for part in parts) and self.is_remote:
+        is_auto = any(part.mode == "auto" for part in parts)
+        if is_auto and self.opened.storage.is_remote():
             modes.add("auto")
         self.domains = [
             part.domain if part.mode in modes else -1 - rank
@@ -420,22 +371,14 @@ class _LoadOperation:
     def read(self, plan: LoadPlan) -> None:
         compared = self.compared
         self.memory = target_of(compared.wanted, self.manifest, compared.tensors())
-        read(
-            self.executor,
-            self.root,
-            self.backend,
-            plan,
-            self.memory,
-            self.request.verify,
-            self.place,
-        )
+        self.session.read(self.opened, plan, self.memory, self.request.verify)
 
     def restore(self) -> int:
         """Make the state; return its bytes on this rank."""
         synchronize(self.memory.tensors)
         wanted = self.compared.wanted
         trusted = self.request.trusted
-        values = values_of(self.root, wanted, self.memory, trusted)
+        values = values_of(self.opened.storage, wanted, self.memory, trusted)
         self.state = self.compared.restore(values)
         return self.memory.nbytes
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from megackpt.checkpoint import Opened, find_storage, open_checkpoint
+from megackpt.checkpoint import find_storage, open_checkpoint
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.comparison import trusted_classes
-from megackpt.loader.row_reader import common_row, destination, read_rows, whole
+from megackpt.loader.row_reader import common_row, destination, whole
+from megackpt.loader.session import LoadSession
 from megackpt.state import ShardedObject, ShardedTensor, declare
-from megackpt.storage import Executor
 from megackpt.strategies import (
     Strategy,
     StrategyAction,
@@ -43,18 +43,10 @@ def load_common_state_dict(
     ``{"__metadata__": notes}``. StorageError if the storage does not answer for ``timeout``.
     """
     classes = trusted_classes(trusted)
-    with closing(Executor(timeout)) as executor:
-        opened = _open(checkpoint_dir, sharded_strategy, executor)
+    with closing(LoadSession(timeout)) as session:
+        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
         wanted = common_row(opened.manifest)
-        values = read_rows(
-            opened.storage,
-            opened.backend,
-            opened.manifest,
-            wanted,
-            [None] * len(wanted),
-            executor,
-            trusted=classes,
-        )
+        values = session.rows(opened, wanted, trusted=classes)
     if values:
         return dict(values[0])
     return {}
@@ -92,8 +84,9 @@ def load_tensors_metadata(
     ``load(..., validate_access_integrity=False)`` on every rank. StorageError if the storage does
     not answer for ``timeout``.
     """
-    with closing(Executor(timeout)) as executor:
-        entries = _open(checkpoint_dir, sharded_strategy, executor).manifest.tensors
+    with closing(LoadSession(timeout)) as session:
+        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+    entries = opened.manifest.tensors
     return {entry.key: whole(entry) for entry in entries if not entry.meta.is_object}
 
 
@@ -108,8 +101,9 @@ def load_sharded_metadata(
 
     None of them has data. StorageError if the storage does not answer for ``timeout``.
     """
-    with closing(Executor(timeout)) as executor:
-        manifest = _open(checkpoint_dir, sharded_strategy, executor).manifest
+    with closing(LoadSession(timeout)) as session:
+        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+    manifest = opened.manifest
     found: CkptShardedMetadata = {}
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
         entry = manifest.tensors[number]
@@ -124,16 +118,6 @@ def load_sharded_metadata(
     return found
 
 
-def _open(
-    checkpoint_dir: str | Path, strategy: StrategyLike, executor: Executor
-) -> Opened:
-    asked = asked_format(strategy)
-    name = f"opening {checkpoint_dir}"
-    return executor.call(
-        name, open_checkpoint, checkpoint_dir, asked, moved=executor.alive
-    )
-
-
 def load_plain_tensors(
     checkpoint_dir: str | Path,
     *,
@@ -145,23 +129,12 @@ def load_plain_tensors(
 
     StorageError if the storage does not answer for ``timeout``.
     """
-    with closing(Executor(timeout)) as executor:
-        opened = _open(checkpoint_dir, sharded_strategy, executor)
-        manifest = opened.manifest
-        shards = [
-            whole(entry) for entry in manifest.tensors if not entry.meta.is_object
-        ]
+    with closing(LoadSession(timeout)) as session:
+        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+        entries = opened.manifest.tensors
+        shards = [whole(entry) for entry in entries if not entry.meta.is_object]
         tensors = [destination(shard) for shard in shards]
-        wanted = declare(shards, rank=0)
-        read_rows(
-            opened.storage,
-            opened.backend,
-            manifest,
-            wanted,
-            tensors,
-            executor,
-            verify=verify,
-        )
+        session.rows(opened, declare(shards, rank=0), tensors, verify=verify)
     return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
 
 

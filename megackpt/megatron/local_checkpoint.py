@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +22,10 @@ from megackpt.adapters.megatron import from_megatron
 from megackpt.distributed import attempt, group_over, torch_messages as messages
 from megackpt.errors import CheckpointingException, MismatchError, join_truncated
 from megackpt.loader.comparison import (
+    CompareRequest,
     Comparison,
     LoadRequest,
-    check_coverage,
-    find_missing,
+    judge,
 )
 from megackpt.megatron.shard_distribution import (
     EXCHANGES,
@@ -40,7 +40,7 @@ from megackpt.megatron.state_parts import (
     _ShardId,
     extract_sharded_base,
 )
-from megackpt.planning import coverage, strict as strictness
+from megackpt.planning import coverage
 from megackpt.planning.manifest import (
     Chunks,
     Declarations,
@@ -72,9 +72,8 @@ logger = logging.getLogger("megackpt.megatron")
 PARALLEL = "fully_parallel"
 ALGORITHMS = ("atomic", PARALLEL)
 CONTENT_METADATA = "content_metadata"
-Sent = tuple[Declarations, Declarations, set[str], set[str]]
-"""What rank 0 gets: the shards that are held, those asked for, the names of these, and the names
-that the rank does not hold."""
+Sent = tuple[Declarations, CompareRequest]
+"""What a rank sends to rank 0: the shards that it holds, and its request."""
 
 
 @dataclass(eq=False)
@@ -209,10 +208,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             # Megatron's callers search these texts for keys.
             advise=not StrictHandling.requires_raising(flag),
         )
-        needs_names = StrictHandling.requires_global_app_metadata(flag)
         leaves = list(tree.nested_values(self.sharded_state_dict))
 
-        def compare() -> tuple[Comparison, Sent]:
+        def compare() -> tuple[Comparison, Declarations]:
             # Here, as the other ranks would wait for one that raised before.
             _check_name("algo", algo, ALGORITHMS)
             _check_name("exchange_algo", exchange_algo, EXCHANGES)
@@ -220,23 +218,20 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             held = declare(leaves, rank=group.rank)
             compared = Comparison.of(request, _manifest([held]), group.rank)
             _check_boxes(leaves, _wanted(compared))
-            asked: set[str] = set()
-            if needs_names:
-                asked = strictness.requested(compared.declared)
-            return compared, (held, compared.declared, asked, compared.unexpected)
+            return compared, held
 
-        def judge(parts: Sequence[Sent]) -> set[str]:
-            manifest = _manifest([held for held, *_ in parts])
-            if request.validate:
-                check_coverage([part[1] for part in parts], manifest, request)
-            if not needs_names:
-                return set()
-            absent = set[str]().union(*(part[3] for part in parts))
-            return find_missing([part[2] for part in parts], manifest, flag, absent)
+        def send() -> Sent:
+            compared, held = found.get()
+            sent = CompareRequest.of(request, compared)
+            return held, replace(sent, unexpected=compared.unexpected)
+
+        def decide(parts: Sequence[Sent]) -> set[str]:
+            manifest = _manifest([held for held, _ in parts])
+            return judge(request, [sent for _, sent in parts], manifest)
 
         with group_over() as group:
             found = attempt(compare)
-            missing = group.reduce_broadcast("compare", lambda: found.get()[1], judge)
+            missing = group.reduce_broadcast("compare", send, decide)
         compared, _ = found.get()
         _warn_of_left_out(compared, group.rank)
 

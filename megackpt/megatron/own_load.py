@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,11 +18,12 @@ from megackpt.checkpoint.chunk_checks import damage
 from megackpt.distributed import attempt, group_over, name_here
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.loader.comparison import (
+    CompareRequest,
     Comparison,
     LoadRequest,
-    check_coverage,
-    find_missing,
+    judge,
 )
+from megackpt.loader.session import LoadSession
 from megackpt.megatron.own_strategies import (
     Outer,
     OwnFormat,
@@ -31,11 +32,9 @@ from megackpt.megatron.own_strategies import (
     local_path,
     running,
 )
-from megackpt.planning import strict as strictness
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     OBJECT,
-    Declarations,
     Manifest,
     TensorEntry,
     TensorMeta,
@@ -50,7 +49,7 @@ from megackpt.state import (
     extract,
     restore,
 )
-from megackpt.storage import Executor, Storage
+from megackpt.storage import Storage
 from megackpt.strategies import Strategy
 
 
@@ -97,9 +96,8 @@ def load(
         return storage, common
 
     def compare() -> _Loading:
-        place = f"{directory} ({name_here(group.rank)})"
-        with closing(Executor(timeout)) as executor:
-            storage, common = executor.call(f"opening {place}", opened)
+        with closing(LoadSession(timeout, name_here(group.rank))) as session:
+            storage, common = session.call(f"opening {directory}", opened)
         request = LoadRequest(
             str(directory), state, strict=strict, validate=validate, trusted=trusted
         )
@@ -107,19 +105,21 @@ def load(
         declared = declare(extracted.shards, rank=group.rank)
         every = np.arange(len(declared), dtype=np.int64)
         compared = Comparison(extracted, declared, set(), every, declared)
-        stored = None
+        stored = Manifest.of([], [])
         if StrictHandling.requires_explicit_ckpt_mismatch_check(strict):
             stored = _stored(strategy, storage)
             compared = Comparison.of(request, stored, group.rank)
         return _Loading(request, storage, common, compared, stored)
 
+    def send() -> CompareRequest:
+        return CompareRequest.of(found.get().request, found.get().compared)
+
+    def decide(parts: list[CompareRequest]) -> set[str]:
+        return judge(found.get().request, parts, found.get().stored)
+
     with group_over(process_group, timeout) as group:
         found = attempt(compare)
-        missing = group.reduce_broadcast(
-            "compare",
-            lambda: found.get().sent(),
-            lambda parts: found.get().judge(parts),
-        )
+        missing = group.reduce_broadcast("compare", send, decide)
     loading = found.get()
 
     def engine(given: Any, _: Any, inner: Strategy, **chosen: Any) -> Any:
@@ -149,33 +149,13 @@ def load(
 
 @dataclass(frozen=True, eq=False)
 class _Loading:
-    """The request of one rank. ``stored``: what the strategy says is stored, if it was asked."""
+    """The request of one rank. ``stored``: what the strategy says is stored; empty if not asked."""
 
     request: LoadRequest
     storage: Storage
     common: Mapping[Any, Any]
     compared: Comparison
-    stored: Manifest | None
-
-    def sent(self) -> tuple[Declarations | None, Collection[str]]:
-        """What rank 0 needs: the declarations to check, the names to find missing ones."""
-        declared = self.compared.declared
-        names: Collection[str] = ()
-        if StrictHandling.requires_global_app_metadata(self.request.strict):
-            names = strictness.requested(declared)
-        return (declared if self.request.validate else None), names
-
-    def judge(
-        self, parts: Sequence[tuple[Declarations | None, Collection[str]]]
-    ) -> set[str]:
-        """On rank 0: the stored keys that no rank asks for."""
-        stored = self.stored or Manifest.of([], [])
-        declared = [part for part, _ in parts if part is not None]
-        if declared:
-            check_coverage(declared, stored, self.request)
-        if not StrictHandling.requires_global_app_metadata(self.request.strict):
-            return set()
-        return find_missing([names for _, names in parts], stored, self.request.strict)
+    stored: Manifest
 
     def read(self, strategy: Any) -> Any:
         """The state. The strategy gets copies of the declarations, which it may change."""

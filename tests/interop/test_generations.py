@@ -28,9 +28,8 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.loader.row_reader import read_rows
+from megackpt.loader.session import LoadSession
 from megackpt.state import declare
-from megackpt.storage import Executor
 from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
 from tests.bits import assert_same
@@ -259,10 +258,8 @@ class TestFlattened:
             shuffled = replace(opened.manifest, chunks=chunks.take(order))
             found = torch.zeros(6, 4)
             wanted = declare([ShardedTensor.from_rank_offsets("m", found)], rank=0)
-            with closing(Executor(None)) as executor:
-                read_rows(
-                    opened.storage, opened.backend, shuffled, wanted, [found], executor
-                )
+            with closing(LoadSession(None)) as session:
+                session.rows(replace(opened, manifest=shuffled), wanted, [found])
             assert_same(found, simple().tensor)
 
     def test_only_the_ranges_needed_are_read(

@@ -14,7 +14,8 @@ import megackpt
 from megackpt import ShardedTensor, Strategy
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import RankFailure, RankLost
-from megackpt.loader import exchange, load_operation
+from megackpt.loader import exchange
+from megackpt.loader.session import LoadSession
 from megackpt.testing import ThreadedGroup
 from tests.loader.test_exchange import (
     ALWAYS,
@@ -53,14 +54,14 @@ def test_a_rank_that_cannot_read_stops_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, "torch_dist", 1, 3)
-    read = load_operation.read
+    read = LoadSession.read
 
     def refuse(*args: Any) -> None:
         if threading.current_thread().name == "rank 1":
             raise OSError(5, "Input/output error")
         read(*args)
 
-    monkeypatch.setattr(load_operation, "read", refuse)
+    monkeypatch.setattr(LoadSession, "read", refuse)
     for error in stories(tmp_path):
         assert isinstance(error, megackpt.RankFailure)
         assert "rank 1: OSError: [Errno 5] Input/output error" in str(error)

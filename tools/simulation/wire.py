@@ -15,6 +15,7 @@ import numpy as np
 
 from megackpt.distributed.messages import children_of, join
 from megackpt.distributed.wire_format import COMPRESSED_BYTES, compress, pack
+from megackpt.loader.comparison import CompareRequest
 from megackpt.loader.load_operation import _RankRequest as LoadRequest
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
@@ -134,7 +135,7 @@ def load(parts: Sequence[Declarations], gathered: Int64, opened: int) -> Wire:
     """
     wire = Wire(len(parts))
     wire.broadcast(opened)
-    request = LoadRequest(parts[0], (), "never", 0)
+    request = LoadRequest(CompareRequest(parts[0], ()), "never", 0)
     wire.gather(gathered + _size(request) - _size(parts[0]))
     wire.broadcast(_size((set(), False)))
     read = [int(part.nbytes.sum()) for part in parts]

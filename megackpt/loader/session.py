@@ -1,0 +1,145 @@
+"""One load on one rank: the bounded calls to its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from megackpt import events
+from megackpt.backends.progress import counted_target
+from megackpt.checkpoint import (
+    Opened,
+    as_read_by,
+    backend_of,
+    open_checkpoint,
+    open_same,
+)
+from megackpt.errors import CheckpointingException, CheckpointReplaced, StorageError
+from megackpt.loader.row_reader import target_of, values_of
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
+from megackpt.staging.devices import synchronize
+from megackpt.staging.target import LoadTarget
+from megackpt.storage import Executor, Storage
+from megackpt.strategies import Strategy
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LoadSession:
+    """Opens and reads the checkpoint of one load, on one rank.
+
+    Each call is bounded: StorageError if the storage does not answer. After a call that was given
+    up, all later calls raise the same error.
+
+    Args:
+        timeout: how long the storage may not answer in one call. None: for ever.
+        who: the reader, for errors, such as "rank 0, host 'a'".
+    """
+
+    def __init__(self, timeout: timedelta | None, who: str = "") -> None:
+        self._executor = Executor(timeout)
+        self._who = f" ({who})" if who else ""
+        self.alive = self._executor.alive
+        self.close = self._executor.close
+
+    def call(
+        self, name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Make a call to the storage, under a name for errors, such as "opening run/3"."""
+        return self._executor.call(f"{name}{self._who}", work, *args, **kwargs)
+
+    def open(self, directory: object, asked: Strategy | None = None) -> Opened:
+        """See ``checkpoint.open_checkpoint``."""
+        return self.call(
+            f"opening {directory}",
+            open_checkpoint,
+            directory,  # type: ignore[arg-type] # checked there
+            asked,
+            moved=self.alive,
+        )
+
+    def open_same(
+        self, directory: str, manifest: Manifest, asked: Strategy | None
+    ) -> Opened:
+        """The checkpoint that another rank has opened: see ``checkpoint.open_same``."""
+        opening = f"opening {directory}"
+        save_id = manifest.save_id
+        root = self.call(opening, open_same, directory, save_id, asked, self.alive)
+        backend = backend_of(root, manifest, asked)
+        storage = self.call(opening, as_read_by, backend, root)
+        return Opened(storage, backend, manifest, {})
+
+    def read(
+        self, opened: Opened, plan: LoadPlan, target: LoadTarget, verify: bool
+    ) -> None:
+        """Carry out the plan. ``verify`` compares the bytes with the stored digests."""
+        synchronize(target.tensors)
+        is_read = np.zeros(len(target.tensors), np.bool_)
+        is_read[plan.target] = True
+        todo = int(target.memory.nbytes[is_read].sum())
+        into = counted_target(target, todo)
+        work = partial(opened.backend.read, opened.storage, plan, into, verify)
+        self.read_by(opened.storage, plan.manifest, work)
+        synchronize(target.tensors)
+        events.current().done = todo + sum(map(len, target.blobs.values()))
+
+    def read_by(
+        self, storage: Storage, manifest: Manifest, work: Callable[[], object]
+    ) -> None:
+        """Call ``work``, which reads into tensors of the caller.
+
+        CheckpointReplaced if it fails, and a save has replaced the checkpoint meanwhile.
+        """
+
+        def read() -> None:
+            try:
+                work()
+            except (CheckpointingException, OSError) as error:
+                replaced = _replacement(storage, manifest)
+                if replaced is not None:
+                    raise replaced from error
+                raise
+
+        try:
+            self.call(f"reading {storage.called}", read)
+        except StorageError as error:
+            if self._executor.gave_up is None:
+                raise
+            raise StorageError(
+                f"{error}. The tensors of this load must not be used: when the storage "
+                "answers, reads that hang may still write to them. Load into others"
+            ) from None
+
+    def rows(
+        self,
+        opened: Opened,
+        wanted: Declarations,
+        tensors: Sequence[torch.Tensor | None] = (),
+        *,
+        verify: bool = True,
+        trusted: Sequence[type] = (),
+    ) -> list[Any]:
+        """Read each wanted row: into ``tensors[i]``, or as an object if that is None or absent."""
+        into = [*tensors, *[None] * (len(wanted) - len(tensors))]
+        target = target_of(wanted, opened.manifest, into)
+        self.read(opened, plan_load(wanted, opened.manifest), target, verify)
+        return values_of(opened.storage, wanted, target, trusted)
+
+
+def _replacement(storage: Storage, manifest: Manifest) -> CheckpointReplaced | None:
+    """The exception to raise if reading failed because a save replaced the checkpoint."""
+    try:
+        if manifest.save_id:
+            open_same(storage.called, manifest.save_id)
+    except CheckpointReplaced as error:
+        return error
+    except (CheckpointingException, OSError):
+        return None  # the error of the read says more
+    return None
