@@ -14,7 +14,7 @@ class SaveDecisions(ABC):
 
     Args:
         save_interval: steps that this number divides are saved.
-        save_every_minutes: a step is saved if the last save began so long ago.
+        save_every_minutes: a step is saved if this time has passed since the last save began.
         local_interval: steps that this number divides are saved on the hosts.
     """
 
@@ -57,8 +57,8 @@ class SaveDecisions(ABC):
     def preempted(self) -> bool:
         """Whether any rank has received a signal. Collective: one small vote.
 
-        Call it once per training step, or every so many, and before ``should_save``. A signal that
-        came between the two would otherwise end the run without a save.
+        Call it once per training step, or once in several steps, and before ``should_save``. A
+        signal that came between the two would otherwise end the run without a save.
         """
         self._vote()
         return self._is_preempted

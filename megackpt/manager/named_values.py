@@ -1,7 +1,7 @@
 """The values of the dicts and objects that a manager is given by name.
 
-A save notes in the common state where the values are that it stores apart. A restore asks for all
-values below a name, and puts them back there.
+A save may store values outside of the common state. The common state then notes their places. A
+restore asks for all values below a name, and returns the values to these places.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def with_digests(
 
 
 def refuse_undeclared(asked: ShardedStateDict | None, state: Mapping[Any, Any]) -> None:
-    """MismatchError if ``asked`` has plain tensors and ``state`` has nothing of it."""
+    """MismatchError if ``asked`` has plain tensors and ``state`` has none of its keys."""
     asked = asked or {}
     leaves = tree.nested_values(asked)
     if asked.keys().isdisjoint(state) and any(
