@@ -37,7 +37,7 @@ class Installed(AbstractContextManager["Installed"]):
 
 
 def install() -> Installed:
-    """Make ``megatron.core.dist_checkpointing`` and its modules those of ``megackpt.megatron``.
+    """Replace ``megatron.core.dist_checkpointing`` and its modules by ``megackpt.megatron``.
 
     Call it before Megatron is imported: then its models build megackpt's objects from the start.
     If Megatron has been imported, its modules are replaced, and so are the names that modules of
@@ -47,7 +47,7 @@ def install() -> Installed:
 
     Undone by ``uninstall()``, or as a context: ``with megackpt.megatron.install(): ...``
     Warns (UserWarning) if the tests do not cover the release of Megatron-Core. If this call
-    raises, because warnings are errors or a module does not import, nothing has been replaced.
+    raises, because warnings are errors or a module does not import, all modules are unchanged.
     """
     if _hook in sys.meta_path:
         return Installed(first=False)
@@ -93,17 +93,17 @@ def _take_out() -> dict[str, ModuleType]:
 
 
 def _import_if_possible(name: str) -> ModuleType | None:
-    """Megatron's own module; None if this release has none, or it does not import."""
+    """Megatron's module; None if this release lacks the module, or it does not import."""
     try:
         return import_module(name)
-    except Exception:  # noqa: BLE001 - of any release's code; there is no object to restore then
+    except Exception:  # noqa: BLE001 - of any release's code; no object has to be restored then
         return None
 
 
 def _replace(old: Mapping[str, ModuleType], new: Mapping[str, ModuleType]) -> None:
-    """In all modules of Megatron, replace objects of ``old`` by those of the same names in ``new``.
+    """In all modules of Megatron, replace objects of ``old`` by their namesakes in ``new``.
 
-    Objects are found by identity: a module may have imported one under another name.
+    Objects are found by identity: a module may have imported an object under another name.
     """
     replacements: dict[int, Any] = {}
     for name, module in new.items():
@@ -160,7 +160,7 @@ class _Hook(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module, which has been executed, its own spec again."""
+        """Restore the original spec of the module, which has been executed."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
