@@ -1,4 +1,4 @@
-"""Megatron-Core's own declarations, converted to ours. Megatron is not imported.
+"""Megatron-Core's declarations, converted to megackpt's. Megatron is not imported.
 
 Its classes are recognised by name, so copies of Megatron under another root work, too. Sources:
 ``dist_checkpointing/mapping.py`` of 0.12.3 and 0.16.1.
@@ -36,8 +36,8 @@ _OURS: dict[str, Any] = {
 def from_megatron(leaf: Any) -> Any:
     """One of Megatron's declarations as ours, of the same data. Other leaves stay as they are.
 
-    What a factory builds is converted when it is built. A flattened tensor, as optimizers declare
-    up to 0.15, becomes a factory of the boxes that it fills.
+    The shards of a factory are converted when it builds them. A flattened tensor, which optimizers
+    declare up to 0.15, becomes a factory of the boxes that it fills.
     Raises ShardingError for a class that lacks fields which ours needs, and for impossible ranges.
     """
     kind: Any = type(leaf)

@@ -1,7 +1,7 @@
 """A run's position in a map-style dataset: one number, valid for any number of data-parallel ranks.
 
-The number is how many samples all ranks together have trained on.
-The order of an epoch is our own arithmetic, so no release of torch or numpy can change it.
+The number is how many samples all ranks together have trained on. This module computes the order of
+an epoch itself, so no release of torch or numpy can change it.
 """
 
 from __future__ import annotations

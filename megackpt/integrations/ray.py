@@ -22,7 +22,7 @@ class CheckpointManager(megackpt.CheckpointManager):
     workers. Ray removes the older ones (``ray.train.CheckpointConfig``).
 
     Args:
-        root: a directory in that of the run (None: the directory of the run itself).
+        root: a directory in the run's directory (None: the run's directory itself).
         options: of megackpt's manager, other than ``keep_*`` and ``local``. ``asynchronous`` is
             True by default.
 
