@@ -1,7 +1,7 @@
 """bfloat16 and float8 for zarr-python, after ``import megackpt.zarr_dtypes``. Knows no torch.
 
 Also entry points in the group ``zarr.data_type``, which zarr-python 3.4.2 loads, and 3.1.6 only
-collects. The names in both versions of zarr are those that tensorstore writes.
+collects. The names in both versions of zarr are the names that tensorstore writes.
 """
 
 from __future__ import annotations

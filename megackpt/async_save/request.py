@@ -104,7 +104,7 @@ class AsyncRequest(NamedTuple):
             self.async_fn.hold()
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn`` after the other finalize functions.
+        """Call ``fn`` after the earlier finalize functions.
 
         Raises RuntimeError if the request is frozen, or the save is scheduled.
         """

@@ -1,7 +1,7 @@
 """Which replica writes (or reads) each shard: one holder of each, with balanced bytes.
 
-Shards are assigned in an order that balances well: those with the fewest holders first, among
-these the largest first, each to its least loaded holder, of equals to the lower rank.
+Shards are assigned in an order that balances well: shards with the fewest holders come first, among
+equals the largest. Each goes to its least loaded holder, among equals to the lowest rank.
 """
 
 from __future__ import annotations

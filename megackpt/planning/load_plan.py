@@ -34,7 +34,7 @@ PAIRS = 1 << 19
 def plan_load(wanted: Declarations, manifest: Manifest) -> LoadPlan:
     """The regions to read, ordered by row of ``wanted``; each lies in one stored chunk.
 
-    Flexible rows get their overlap with the stored tensor. Stored chunks must cover all others.
+    Flexible rows get their overlap with the stored tensor. Stored chunks must cover all other rows.
     Raises MismatchError for keys that are not stored, for tensors asked for as objects and the
     reverse, and for boxes beyond the stored shape; CorruptCheckpoint where stored chunks leave a
     hole in a wanted box, or overlap in it. All problems of one sort at once. Dtypes are compared
@@ -156,7 +156,7 @@ def _overlaps(
 
 
 def _sound(manifest: Manifest, chunks: Boxes, owner: Int32) -> Bool:
-    """For each stored tensor: do its chunks tile it? Then volumes alone show what is covered."""
+    """For each stored tensor: do its chunks tile it? Then volumes alone show the coverage."""
     sound = np.zeros(len(manifest.tensors), np.bool_)
     full = np.flatnonzero(chunks.volume > 0)
     numbers = owner[full]

@@ -162,7 +162,7 @@ def _plans(
     row: Int64,
     chunks: Chunks,
 ) -> list[SavePlan]:
-    """The plan of each rank, in numbers of its own table of tensors and of its own rows.
+    """The plan of each rank, in numbers of the rank's table of tensors and of the rank's rows.
 
     ``row`` is for each chunk the row of the merged declarations that holds it.
     """

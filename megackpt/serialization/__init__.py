@@ -40,11 +40,11 @@ def load(
 
     It makes plain data of Python, numpy and torch, and the classes in ``trusted`` and in
     ``torch.serialization.add_safe_globals``. Classes of Megatron-Core become StandIns unless
-    trusted. With ``stand_ins`` all others do, too.
+    trusted. With ``stand_ins`` all other classes do, too.
 
     Raises:
         UntrustedClass: the blob names any other class or function. None of its code ran.
-        RefusedObject: the blob is whole, but holds what a load never makes.
+        RefusedObject: the blob is whole, but holds objects that a load never makes.
         CorruptCheckpoint: the blob is damaged.
         CheckpointingException: torch, or a trusted class, raised a RuntimeError.
 

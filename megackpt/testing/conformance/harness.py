@@ -50,7 +50,7 @@ class Harness:
     ) -> tuple[LocalStorage, Manifest]:
         """Save a state whose shards are dealt out to the ranks; return where, and the manifest.
 
-        All ranks write at once, each through a storage of its own, as processes would. An
+        All ranks write at once, each through a separate storage, as processes would. An
         ``export_only`` format has one rank.
         """
         root = LocalStorage(folder, create=True)

@@ -26,7 +26,7 @@ class LoadTests(Harness):
         for rank in range(4):
             wanted = world.declared(shards[rank::4], rank)
             self.expect(world, self.load(root, manifest, wanted))
-        self.load(root, manifest, world.declared([]))  # a rank that wants nothing
+        self.load(root, manifest, world.declared([]))  # a rank without requests
 
     def test_any_box_can_be_read(self, tmp_path: Path) -> None:
         world = self.world()
