@@ -1,4 +1,4 @@
-"""The files of a directory that a save may replace: those of the checkpoint in it.
+"""The files that a save may replace in a directory: the files of the checkpoint in it.
 
 The rules are strict, because a save removes the files of the old checkpoint. All other files are
 foreign: they stay, and a save that would write a file of the same name is refused.
@@ -58,9 +58,9 @@ def _has_index(storage: Storage) -> bool:
 def own_files(storage: Storage) -> tuple[str, ...]:
     """The files of the checkpoint that ``is_replaceable`` found, by full name.
 
-    The files need not exist. The index names them, else the format's own table of contents. Both
-    are read if the index is damaged, or if another library has saved over this checkpoint and
-    replaced the table. Raises CorruptCheckpoint if neither can be read.
+    The files need not exist. The index names them, else the format's table of contents. Both are
+    read if the index is damaged, or if another library has saved over this checkpoint and replaced
+    the table. Raises CorruptCheckpoint if neither can be read.
     """
     named: set[str] = set()
     problem: CheckpointingException | None = None

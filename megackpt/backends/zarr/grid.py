@@ -181,7 +181,7 @@ class ArrayLayout:
 class Cells:
     """Boxes in the grids of their tensors, as columns of shape (n, width).
 
-    An object's box is its own cell.
+    The box of an object is the object's cell.
     """
 
     grid: Int64
