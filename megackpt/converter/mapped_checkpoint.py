@@ -29,7 +29,7 @@ from megackpt.storage import Storage
 
 
 def map_checkpoint(table: Table, opened: Opened) -> Opened:
-    """Return the checkpoint with the tensors that the table makes of its own.
+    """Return the checkpoint with the tensors that the table makes of the stored ones.
 
     Raises MismatchError with everything that does not fit the table.
     """
@@ -157,8 +157,8 @@ class _MappedReader(Backend):
 class _MappedTarget:
     """Hands regions of ``into`` to the reader of the stored tensors, in their axes.
 
-    ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and
-    the piece in the other direction.
+    ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and the
+    piece in the opposite direction.
     """
 
     rows: Sequence[tuple[int, Piece, Piece]]

@@ -33,7 +33,7 @@ _FORMATS = {
 def is_single_file(target: str, name: str) -> bool:
     """Return whether a target of this path and format is one file.
 
-    Raises BackendError if the path is that of another format's file.
+    Raises BackendError if the path names a file of another format.
     """
     expected = _FORMATS.get(os.path.splitext(target)[1])
     if not expected or name not in _FORMATS.values() or os.path.isdir(target):

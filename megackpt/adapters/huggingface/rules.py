@@ -44,7 +44,7 @@ class Piece:
         return replace(self, box=common, there=self.maps(common))
 
     def maps(self, box: Box) -> Box:
-        """The region over there of a part of ``box``."""
+        """The region of the tensor ``key`` for a part of ``box``."""
         offset = []
         shape = []
         for axis, start in zip(self.axes, self.there.offset, strict=True):
@@ -57,7 +57,7 @@ class Piece:
         return Box(tuple(offset), tuple(shape))
 
     def swapped(self, key: str, shape: Shape) -> Piece:
-        """The piece seen from over there. ``key``, ``shape``: those of the tensor here."""
+        """The piece in the opposite direction. ``key``, ``shape``: of the tensor here."""
         axes: list[int | None] = [None] * len(self.box.shape)
         for theirs, axis in enumerate(self.axes):
             if axis is not None:
@@ -65,7 +65,7 @@ class Piece:
         return Piece(self.there, key, shape, self.box, tuple(axes), self.tied)
 
     def view(self, array: Any) -> Any:
-        """An array or tensor of a region here, with the axes over there: the same memory."""
+        """View an array or tensor of a region here with the axes of the tensor ``key``."""
         mapped = [axis for axis in self.axes if axis is not None]
         kept = sorted(mapped)
         index = [slice(None) if axis in kept else 0 for axis in range(array.ndim)]
@@ -166,10 +166,10 @@ class Tied(_OfOne):
 
 @dataclass(frozen=True)
 class Fuse(Rule):
-    """Several of theirs, one after the other along ``axis``, in this ``ratio`` (default: equal).
+    """Several Hugging Face tensors, joined along ``axis`` in this ``ratio`` (default: equal).
 
-    ``groups``: repeated so often with a share of each. Query, key and value of 32 heads in 8
-    groups, each of 4 query heads, a key head and a value head:
+    ``groups``: how many times the ratio repeats; each group has a share of each tensor. Query, key
+    and value of 32 heads in 8 groups, each of 4 query heads, a key head and a value head:
     ``Fuse((q, k, v), ratio=(4, 1, 1), groups=8)``.
     """
 
@@ -206,7 +206,7 @@ class Fuse(Rule):
 
 @dataclass(frozen=True)
 class Part(_OfOne):
-    """Part ``number`` (from 0) of one of theirs that is fused as by ``Fuse``."""
+    """Part ``number`` (from 0) of one Hugging Face tensor that is fused in the way of ``Fuse``."""
 
     number: int
     ratio: tuple[int, ...]
