@@ -96,7 +96,7 @@ def convert(
         CheckpointExists, SaveInProgress: the target is complete already, or being written.
         StorageError: the file system refused, or did not answer for ``timeout``.
         BackendError: the format cannot hold this, or a part does not fit into ``max_memory``.
-        MismatchError: nothing is selected, or two tensors get the same name.
+        MismatchError: no tensor is selected, or two tensors get the same name.
         RankLost: a worker process died.
         ValueError: an argument cannot be understood.
     """

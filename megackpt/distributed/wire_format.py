@@ -85,7 +85,7 @@ def pack(value: object) -> bytes:
 def unpack(message: Payload, rank: int = 0) -> Any:
     """The value of a message of this rank.
 
-    CheckpointingException if it is damaged, or makes what is not allowed.
+    CheckpointingException if it is damaged, or makes objects that are not allowed.
     """
     try:
         text, *buffers = split(_expand(message))

@@ -48,7 +48,7 @@ class SaveDecisions(ABC):
     def on_signal(self, *signals: int) -> None:
         """Note these signals as a notice that this process will be ended. Only in the main thread.
 
-        The handler does nothing else; ``preempted`` returns the result. ``close``, also in the
+        The handler has no further effect; ``preempted`` returns the result. ``close``, also in the
         main thread, restores the previous handlers.
         """
         self._preemption.listen(*signals)

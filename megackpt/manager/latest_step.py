@@ -81,7 +81,7 @@ def find_latest(
         damage: returns the damage that an earlier check has found; such a step is skipped.
         advance: check all data, instead of sizes, and report the bytes.
         own: consider only names that the manager gives.
-        finite: skip steps of which the save has noted values that are NaN or infinite.
+        finite: skip steps whose save has noted values that are NaN or infinite.
     """
     for _ in range(ATTEMPTS - 1):
         try:

@@ -79,7 +79,7 @@ class Retention:
         root: the directory or URL of the run.
         naming: of the steps that may be removed.
         rules: which of these steps stay.
-        is_rehearsal: change nothing.
+        is_rehearsal: only report; the directory stays as it is.
     """
 
     def __init__(

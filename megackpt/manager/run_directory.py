@@ -155,7 +155,7 @@ class Run:
 def list_run(directory: str | os.PathLike[str]) -> Run:
     """Examine all steps of a run (or a single checkpoint), in a directory or below a URL.
 
-    Raises NotACheckpoint if there is no such directory; an empty one is not an error.
+    Raises NotACheckpoint if the directory does not exist; an empty one is not an error.
     """
     location = absolute(directory)
     try:

@@ -476,7 +476,7 @@ class SingleFile(LocalStorage):
     def called(self) -> str:
         return os.path.join(self.location, self.only)
 
-    sizes = Storage.sizes  # that of the file itself
+    sizes = Storage.sizes  # the size of the file itself
 
     def following(self) -> LocalStorage:
         return self  # the file itself, where every link to it ends

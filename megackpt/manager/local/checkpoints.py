@@ -101,7 +101,7 @@ class LocalCheckpoints:
         line.is_promised = True
 
     def begin_restore(self) -> LocalRestore:
-        """A restore from the hosts, which changes nothing there. Collective.
+        """A read-only restore from the hosts. Collective.
 
         A save that is running is finalized first. Raises the error of the save if it has failed.
         """
