@@ -72,7 +72,7 @@ class Operation:
     ranks: int = 1
     id: str = ""
     bytes: int = 0
-    """Of all ranks; set at the end."""
+    """Bytes of all ranks; set at the end."""
     problem: str | None = None
     """What the operation found wrong, if it reports that without an exception."""
 

@@ -27,7 +27,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class _Float(ZDType[Any, Any], HasItemSize):
-    """A kind of floating-point numbers that ml_dtypes adds to numpy, under its name there."""
+    """A kind of floating-point numbers that ml_dtypes adds to numpy, under numpy's name."""
 
     dtype_cls: ClassVar[type[np.dtype[Any]]]
     _zarr_v3_name: ClassVar[str]

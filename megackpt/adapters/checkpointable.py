@@ -122,9 +122,9 @@ def has_methods(value: Any) -> bool:
 def pieces_by_fields(
     key: str, named: torch.Tensor
 ) -> tuple[Shape, list[tuple[Shape, Shape, Shape]]]:
-    """The global shape; and of each piece the offset there, the local offset, and the size.
+    """The global shape; and for each piece its global offset, its local offset, and its size.
 
-    ShardingError unless all fields are there, with as many pieces in each.
+    ShardingError unless all fields exist and list the same number of pieces.
     """
     lacking = [name for name in SHARD_FIELDS if not hasattr(named, name)]
     if lacking:

@@ -69,8 +69,8 @@ def sharded(
     Tensors and objects that torch DCP takes for shards by protocol are declared as shards, too:
     plain tensors with ``global_shape``, ``global_offsets``, ``local_offsets`` and ``local_sizes``
     (torch 2.15's CheckpointableTensor), and objects with ``__create_write_items__``,
-    ``__create_chunk_list__`` and ``__get_tensor_shard__``. Of equal chunks of several ranks one is
-    stored.
+    ``__create_chunk_list__`` and ``__get_tensor_shard__``. If several ranks have equal chunks, one
+    chunk is stored.
 
     ``load`` fills the tensors of the state dict in place, on their device, and returns a state dict
     of the same tensors, with the common state as it was stored. Give that to
@@ -397,7 +397,7 @@ def _held(
     """The part of an axis that these cuts, one by one, leave at one place of the mesh."""
     held = [(0, size)]
     for dim, factor in parts:
-        # Of the indices held, one of mesh[dim] pieces of each of ``factor`` pieces.
+        # The held indices are cut into ``factor`` pieces; one of mesh[dim] pieces of each stays.
         count = mesh[dim]
         number = place[dim]
         left = _length(held)

@@ -77,8 +77,9 @@ def get_param_id_to_sharded_param_map(
     Parameters are matched by identity: the ``data`` of the declarations must be the parameters
     themselves (see KEEP_VARS_HINT). Declarations of other parameters are left out. If the
     optimizer's parameters are flat pieces of the model's, pass for each the model's parameter; one
-    may occur repeatedly. Of several declarations of one parameter (tied weights) the one with the
-    smallest replica id counts, which is the same one on all data-parallel ranks, or the first.
+    may occur repeatedly. A parameter may have several declarations (tied weights). The declaration
+    with the smallest replica id counts, which is the same one on all data-parallel ranks. Among
+    equal ids the first one counts.
     """
     params = list(optim_params_iter)
     declared: dict[int, ShardedParam] = {}

@@ -130,7 +130,7 @@ class AsyncCallsQueue:
     Args:
         persistent: a writer process of low priority, started once, does the work; else threads of
             this process.
-        process_group: the ranks of requests that do not know theirs (None: the default process
+        process_group: the ranks of requests that do not know their ranks (None: the default process
             group).
         timeout: how long a worker may go without progress before it is given up. A function of the
             caller reports no progress, so this bounds its time.
@@ -385,7 +385,7 @@ class AsyncCallsQueue:
         return progress == ENDED
 
     def _remove(self, call: _Call) -> bool:
-        """Remove a request. Whether it was there."""
+        """Remove a request. Returns whether it was in the queue."""
         try:
             self._calls.remove(call)
         except ValueError:
@@ -397,7 +397,7 @@ class AsyncCallsQueue:
         return True
 
     def _give_up(self, call: _Call) -> bool:
-        """Whether the request was still there."""
+        """Remove a request and stop its task. Returns whether it was still in the queue."""
         if not self._remove(call):
             return False
         try:

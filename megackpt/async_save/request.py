@@ -160,8 +160,8 @@ class AsyncRequest(NamedTuple):
     def finalize(self, pending: Pending) -> None:
         """The last stage, collective: an error of any rank's task is raised on all.
 
-        Without one, all finalize functions are called, and the first error of theirs is raised
-        after that.
+        Without such an error, all finalize functions are called, and then the first error of a
+        function is raised.
         """
         if pending.conclude not in self.finalize_fns:
             pending.conclude()

@@ -2,8 +2,8 @@
 the result.
 
 Such a format knows beforehand where each tensor begins (``Layout.places``). Ranks write their parts
-there, run by run. When all have written, the coordinator checks that they fill each tensor, and
-reads the tensors once for their digests, and for a checksum if the format has one.
+to these places, run by run. When all have written, the coordinator checks that the parts fill each
+tensor, and reads the tensors once for their digests, and for a checksum if the format has one.
 """
 
 from __future__ import annotations

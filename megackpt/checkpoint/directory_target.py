@@ -109,7 +109,7 @@ class DirectoryTarget:
 
     @property
     def replaces_something(self) -> bool:
-        """Was there a directory when the save began?"""
+        """Did the directory exist when the save began?"""
         return bool(self._base)
 
     def check_name(self, save_id: str) -> None:
@@ -130,7 +130,7 @@ class DirectoryTarget:
             raise StorageError(f"cannot save to {self.location}: a file is in the way")
 
     def check_replaceable(self) -> None:
-        """StorageError where the directory is there and cannot be exchanged."""
+        """StorageError where the directory exists and cannot be exchanged."""
         if self._folder(self.name) is None:
             return
         try:
@@ -349,7 +349,7 @@ class DirectoryTarget:
         unpublished = {}
         for sibling in found:
             unpublished[sibling.entry] = self._marker_in(sibling)
-        # Read after the siblings: an exchange moves a marker from there to here.
+        # Read after the siblings: an exchange moves a marker from a sibling to the target.
         here = self._markers_here()
         there = [marker for marker in unpublished.values() if marker is not None]
         alive = [m for m in (*there, *here) if not self._is_over(m, abandoned)]
@@ -597,7 +597,7 @@ class DirectoryTarget:
             try:
                 names = json.loads(folder.get(_OWN_FILES))
             except ValueError:
-                names = None  # not ours: we write this file atomically
+                names = None  # a foreign file: megackpt writes this file atomically
             if isinstance(names, list) and all(isinstance(n, str) for n in names):
                 return set(names).difference(unsafe_names(names))
         own = self._own_files(folder)
@@ -608,9 +608,9 @@ class DirectoryTarget:
     def _move(self, source: str, target: str) -> None:
         """Move a foreign entry back to its path.
 
-        If the path is taken meanwhile, no content is lost. Of two files with the same content,
-        the moved one stays. A file of the new checkpoint keeps its name. Otherwise the newer file
-        gets the name, and the older file becomes NAME.old.
+        If the path is taken meanwhile, no content is lost. If both files have the same content, the
+        moved one stays. A file of the new checkpoint keeps its name. Otherwise the newer file gets
+        the name, and the older file becomes NAME.old.
         """
         outer = self.outer
         here, there = outer.stat(source), outer.stat(target)

@@ -111,7 +111,7 @@ def started(pid: int) -> int:
             state, *numbers = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    # Of a process whose first thread alone has ended, the state is Z as well.
+    # The state is also Z if only the first thread of the process has ended.
     if state in (b"Z", b"X") and numbers[16] == b"1":
         return -1
     return int(numbers[18])
@@ -215,7 +215,7 @@ def read_marker(storage: Storage, name: str, save_id: str) -> Marker | None:
         marker = parse_marker(b"", save_id)
     if marker.time:
         return marker
-    # It is damaged, and its save may run.
+    # The marker is damaged, and its save may run.
     return replace(marker, time=storage.modified(name) or time.time())
 
 

@@ -64,7 +64,7 @@ class ObjectTarget:
         self._replaced: list[str] = []  # folders of saves
         self._foreign: tuple[str, ...] = ()
         self.uncertain = False
-        """It is unknown whether the record was put, so no folder may be removed."""
+        """Whether it is unknown if the record was put. No folder may be removed then."""
 
     def check_name(self, save_id: str) -> None:
         """StorageError where no save of this id can be committed here."""
@@ -83,7 +83,7 @@ class ObjectTarget:
 
     @property
     def replaces_something(self) -> bool:
-        """Was there a record when the save began?"""
+        """Did a record exist when the save began?"""
         return self._base is not None
 
     def begin(self, marker: Marker, overwrite: bool, resume: bool) -> bool:
@@ -126,7 +126,7 @@ class ObjectTarget:
             logger.warning("%s; replacing it", error)
             self._base = self.outer.version(RECORD)
             return None  # any folder may hold the checkpoint
-        # Other objects stay: no save has names like theirs. A checkpoint uploaded under the URL
+        # Other objects stay: no save uses their names. A checkpoint uploaded under the URL
         # itself, without a record, is a checkpoint too.
         others = set(names).difference(save_folders(names), [RECORD])
         if record is None and others and is_replaceable(self.outer):

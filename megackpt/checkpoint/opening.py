@@ -191,8 +191,9 @@ def find_storage(
     """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
     With a ``hint``, the error names the last checkpoint in the directory. ``moved``: see Storage.
-    It may be the old checkpoint that an interrupted replacement renamed away. In an object store:
-    the save that the record names, else a checkpoint that was uploaded without a record.
+    The storage may be of the old checkpoint, which an interrupted replacement has renamed away. In
+    an object store: the save that the record names, else a checkpoint that was uploaded without a
+    record.
     """
     where = absolute(directory)
     if is_url(where):
@@ -323,7 +324,7 @@ def _progress(marker: Marker) -> str:
 def set_aside(target: str, moved: Callable[[], object] = int) -> LocalStorage | None:
     """The checkpoint that a save on a file system without exchange has renamed away.
 
-    It is there for a moment, or until the next save if that save died.
+    It exists for a moment, or until the next save if the renaming save died.
     """
     above, name = os.path.split(target)
     try:

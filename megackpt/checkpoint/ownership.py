@@ -38,9 +38,9 @@ OURS = (PREFIX, TEMPORARY)
 def is_replaceable(storage: Storage) -> bool:
     """Is there a checkpoint here, perhaps a damaged one, that a save replaces?
 
-    True for an index of ours, a ``metadata.json`` that names a known format, and a ``.metadata``
-    that can be parsed (stock DCP). Other formats are recognised for reading only, because files
-    of other programs can look like them.
+    True for an index of megackpt, a ``metadata.json`` that names a known format, and a
+    ``.metadata`` that can be parsed (stock DCP). Other formats are recognised for reading only,
+    because files of other programs can look like them.
     """
     return _has_index(storage) or native_format(storage) is not None
 

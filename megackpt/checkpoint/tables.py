@@ -115,7 +115,7 @@ def table_of_another(
     """The name and format of a table of contents that another library wrote; None without one.
 
     The table is an additional file, or in place of a file that the index names (``small``). Stock
-    DCP and Megatron save into a directory without clearing it, and leave our index there.
+    DCP and Megatron save into a directory without clearing it, and leave our index in it.
     """
     if isinstance(storage, Committed) or storage.size(INDEX) is None:
         return None

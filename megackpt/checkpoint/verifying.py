@@ -113,7 +113,7 @@ def verify(
         timeout: how long the storage may not answer. None: the caller bounds the call.
 
     Raises:
-        NotACheckpoint: no checkpoint is there.
+        NotACheckpoint: the directory holds no checkpoint.
         CheckpointReplaced: other saves replace the checkpoint at every attempt.
         StorageError: the checkpoint cannot be opened, or the storage does not answer.
         BackendError: the format is unknown or needs a missing package.

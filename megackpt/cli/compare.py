@@ -52,7 +52,7 @@ class Element(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A differing part of an object. A side without a value there has ``...``."""
+    """A differing part of an object. A side without a value at ``path`` has ``...``."""
 
     path: tuple[Any, ...]
     a: Any

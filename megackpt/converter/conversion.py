@@ -157,7 +157,7 @@ class Conversion:
             sizes = storage.sizes(stored.files)
             for name, size in zip(stored.files, sizes, strict=True):
                 stamps.append((name, size, storage.modified(name)))
-        # Of a mapped checkpoint: two tables may lead to equal chunks.
+        # Only mapped checkpoints have pieces. They count: two tables may lead to equal chunks.
         pieces = sorted(getattr(self.opened.backend, "pieces", {}).items())
         options = getattr(backend, "__dict__", backend)
         target = (backend.properties.name, backend.properties.version, options)

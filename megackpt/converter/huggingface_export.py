@@ -87,7 +87,7 @@ def export_huggingface(
             None: the checkpoint is of a model of transformers, and its tensors have the names of
             the model behind ``prefix``. All other tensors are left out.
         config: the content of ``config.json``; that file; or a directory of a Hugging Face model.
-            Of a directory everything is copied but weights and the state of a training, and the
+            All files of a directory are copied except weights and the state of a training, and the
             ``dtype`` of its config becomes the exported one. None: the files that our Trainer and
             Accelerator have stored in the checkpoint.
         prefix: used without a ``table``. A CheckpointManager gives it to the object ``model``.

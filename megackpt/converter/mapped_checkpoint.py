@@ -40,8 +40,8 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
             numbers[entry.key, entry.meta.shape] = number
     entries: dict[str, TensorEntry] = {}
     pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-    # For each piece: the number of its mapped tensor, the boxes of its chunks there, and the
-    # stored chunk of each.
+    # For each piece: the number of its mapped tensor, the boxes of its chunks in that tensor, and
+    # the stored chunk of each box.
     numbered: dict[str, int] = {}
     owners: list[int] = []
     boxes: list[Boxes] = []

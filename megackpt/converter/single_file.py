@@ -51,7 +51,7 @@ def is_single_file(target: str, name: str) -> bool:
 
 
 def check_free(path: str, overwrite: bool) -> None:
-    """Raise CheckpointExists if the file is there and may not be replaced."""
+    """Raise CheckpointExists if the file exists and may not be replaced."""
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExists(
             f"{path} exists: pass overwrite=True to replace it, or choose another name"

@@ -83,13 +83,13 @@ class Installation:
 def install() -> Installation:
     """Make torch DCP use our FileSystemWriter and FileSystemReader, in the whole process.
 
-    All of torch's modules that have torch's classes under these names then have ours. So
-    ``dcp.save``, ``async_save``, ``load`` and ``dcp_to_torch_save`` use our engine without another
-    change. With torch's planner or ours, the messages between ranks are ours, too: a call is
-    bounded by the ``timeout`` of the writer or reader, and names a rank that is lost. The process
-    of an ``async_save`` sends torch's messages, and so do calls with a custom planner. Classes
-    derived from torch's, such as ``FsspecWriter``, stay as they are. So does a module that imported
-    the class itself before, not its module. A second call has no effect::
+    All of torch's modules that have torch's classes under these names then have megackpt's classes.
+    So ``dcp.save``, ``async_save``, ``load`` and ``dcp_to_torch_save`` use our engine without
+    another change. With torch's or megackpt's planner, megackpt sends the messages between ranks,
+    too: a call is bounded by the ``timeout`` of the writer or reader, and names a rank that is
+    lost. The process of an ``async_save`` sends torch's messages, and so do calls with a custom
+    planner. Classes derived from torch's, such as ``FsspecWriter``, stay as they are. So does a
+    module that imported the class itself before, not its module. A second call has no effect::
 
         import torch
         import torch.distributed.checkpoint as dcp
@@ -146,7 +146,8 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 def _pickle_stock(made: Any) -> Any:
     """Pickle an object of torch's class, made before ``install``.
 
-    pickle would find ours under its name. The process of an ``async_save`` needs such writers.
+    pickle would find megackpt's class under its name. The process of an ``async_save`` needs such
+    writers.
     """
     return _restore_stock, (type(made).__name__, vars(made))
 

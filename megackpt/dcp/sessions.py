@@ -1,8 +1,8 @@
-"""``dcp.save`` and ``dcp.load`` after ``install``: torch's steps, as sessions of ours.
+"""``dcp.save`` and ``dcp.load`` after ``install``: torch's steps, as sessions of megackpt.
 
 torch calls a planner and a storage writer or reader in a fixed order, and sends messages between
-these steps. Here the order is the same, and the messages are ours: they are bounded, a lost rank is
-named on all ranks, and the coordinator asks all ranks once more before it commits.
+these steps. Here the order is the same, and megackpt sends the messages: they are bounded, a lost
+rank is named on all ranks, and the coordinator asks all ranks once more before it commits.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _wait_for_others(storage: Any, no_dist: bool) -> None:
 def _session(
     kind: str, path: str, storage: Any, process_group: Any, no_dist: bool
 ) -> Iterator[Group]:
-    """The ranks of one call. Errors have torch's class: CheckpointException, from ours."""
+    """The ranks of one call. Errors have torch's class CheckpointException, ``from`` megackpt's."""
     group: Group = SingleGroup()
     rank = 0 if no_dist else get_rank(process_group)
     try:

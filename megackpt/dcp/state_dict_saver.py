@@ -64,7 +64,7 @@ def save_state_dict_async_plan(
             may be reused. Each rank still makes its local plan and compares. If no rank finds a
             difference, no plan is gathered and no metadata made.
         loaded_all_plans: the local plans of all ranks in the metadata of a loaded checkpoint,
-            reused likewise by the first save after the load.
+            reused in the same way by the first save after the load.
 
     Returns:
         ``((storage_writer, metadata, dist_wrapper), central_plan, local_plan, unchanged,
@@ -111,7 +111,7 @@ def save_state_dict_async_plan(
         return cached, not cached and all(is_loaded for _, is_loaded in answers)
 
     def make_global_plan(offers: list[SavePlan | None]) -> list[SavePlan]:
-        """On the coordinator. Of cached plans only the storage's part is made again."""
+        """On the coordinator. Only the storage's part of cached plans is made again."""
         nonlocal metadata
         plans = [offer or SavePlan([]) for offer in offers]
         if reused:

@@ -191,7 +191,7 @@ class FileSystemReader(StorageReader):
 
 
 class HuggingFaceStorageReader(FileSystemReader):
-    """Loads safetensors files: Hugging Face's, ours, and the pieces of torch DCP's ranks.
+    """Loads safetensors files: Hugging Face's, megackpt's, and pieces of torch DCP's ranks.
 
     Holes and overlaps of pieces are errors, and so are absent files of pieces. Objects are left
     out.

@@ -1,8 +1,8 @@
 """How an exception of one rank is sent, and raised on all ranks.
 
 An exception may hold anything (open files, tensors, locks), so it is never sent itself: a
-``Failure`` carries its class where that is one of ours, its text and its formatted traceback. A
-class of the user's is text, too: no other rank imports it.
+``Failure`` carries its class if megackpt defines it, its text and its formatted traceback. A class
+of the user's is text, too: no other rank imports it.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def for_all_ranks(
 ) -> CheckpointingException:
     """The one exception that all ``size`` ranks raise after these failed in ``stage``.
 
-    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all
-    tracebacks.
+    If all failures have one class of megackpt, the exception has that class; otherwise a
+    RankFailure with all tracebacks.
     """
     kind, *others = {failure.kind for failure in failures}
     if not others and kind not in (None, RankFailure):
@@ -110,7 +110,7 @@ def for_all_ranks(
 
 
 def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
-    """The error of all ranks after the coordinator failed, with its text if the error is ours."""
+    """The error of all ranks after the coordinator failed, with its text if it is megackpt's."""
     failure = Failure.of(0, error)
     if isinstance(error, CheckpointingException):
         is_plain = list(map(type, error.args)) == [str] and failure.text == str(error)

@@ -46,10 +46,10 @@ class Group(ABC):
     """Ranks that save or load together; rank 0 is the coordinator.
 
     All of them make the same calls in the same order. An exception of any rank's ``work``, or of
-    the coordinator's ``decide``, is raised on every rank: if all failures are of one class of ours,
-    as that class with a text that names the ranks, otherwise as RankFailure. A rank that is gone,
-    or does not answer in time, is a RankFailure as well. KeyboardInterrupt and SystemExit pass
-    through where they happen.
+    the coordinator's ``decide``, is raised on every rank: if all failures have one class of
+    megackpt, as that class with a text that names the ranks, otherwise as RankFailure. A rank that
+    is gone, or does not answer in time, is a RankFailure as well. KeyboardInterrupt and SystemExit
+    pass through where they happen.
     """
 
     rank: int

@@ -1,6 +1,6 @@
 """Messages over the caller's process group, for Megatron's strategies.
 
-A save or load of ours uses ``Group`` instead, which raises an error of any rank on all ranks.
+A save or load of megackpt uses ``Group`` instead, which raises an error of any rank on all ranks.
 Here all other ranks wait for a failed rank until torch's timeout. All functions but the
 questions are collective over the group (None: all ranks).
 """

@@ -162,7 +162,7 @@ def _describe(value: Any, buffers: list[Any]) -> Any:
 
 @cache
 def _name(function: Any) -> str:
-    """The name of a class or function in ``_CALLED``; "" if it is not there."""
+    """The name of a class or function in ``_CALLED``; "" for any other object."""
     name = f"{function.__module__}.{function.__qualname__}"
     return name if name in _CALLED else ""
 

@@ -37,7 +37,7 @@ class Accelerator(accelerate.Accelerator):
         checkpoint_options: of ``megackpt.CheckpointManager``, such as ``strategy``.
         processing_class: a tokenizer or processor of transformers. Its files are stored with the
             first model, if that is a model of transformers.
-        options: of accelerate's Accelerator, as are positional arguments.
+        options: like positional arguments, options of accelerate's Accelerator.
     """
 
     def __init__(

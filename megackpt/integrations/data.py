@@ -21,8 +21,8 @@ __all__ = ["LoaderState"]
 class LoaderState:
     """The state of each rank's loader, as an object for ``CheckpointManager``.
 
-    ``manager.save(step, model=model, data=LoaderState(loader))``, and ``restore`` likewise. Its
-    methods are collective.
+    ``manager.save(step, model=model, data=LoaderState(loader))``, and the same arguments for
+    ``restore``. Its methods are collective.
 
     At another number of ranks, or of workers, the samples that are left are divided among the
     ranks, if the loader has a ``DistributedSampler`` or torchdata's ``StatefulDistributedSampler``

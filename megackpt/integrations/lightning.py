@@ -41,7 +41,7 @@ class _Checkpoints:
         options: like positional arguments, options of Lightning's strategy.
     """
 
-    # Of Lightning's strategy.
+    # Attributes of Lightning's strategy.
     model: Any
     optimizers: Any
     broadcast: Any
@@ -143,7 +143,7 @@ class _Checkpoints:
         super().on_train_end()
 
     def teardown(self) -> None:
-        self._superseded.clear()  # Of saves that are dropped here.
+        self._superseded.clear()  # They belong to saves that are dropped here.
         # After an error other ranks may not come.
         self._queue.close(abort=True)
         super().teardown()
@@ -181,7 +181,7 @@ class FSDPStrategy(_Checkpoints, strategies.FSDPStrategy):
 
 
 class ModelParallelStrategy(_Checkpoints, strategies.ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with ours."""
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism) with megackpt's checkpoints."""
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

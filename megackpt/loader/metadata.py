@@ -166,7 +166,7 @@ def load_plain_tensors(
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Is there a complete checkpoint of any format here?"""
+    """Does this directory hold a complete checkpoint of any format?"""
     try:
         find_storage(checkpoint_dir)
     except NotACheckpoint:

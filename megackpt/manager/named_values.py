@@ -56,7 +56,7 @@ def ask_for_all(
     """Ask in ``declared`` for all that is stored below these objects.
 
     An object other than a dict that has tensors is asked for where it is empty. Tensors are whole.
-    Of an object of one axis, as ``PerRank`` makes it, each rank gets the cell of its number.
+    For an object of one axis, such as a ``PerRank``, each rank gets the cell of its number.
 
     Args:
         rank, ranks: this rank's number, and how many ranks ask.

@@ -190,7 +190,7 @@ class NamedOptimizer:
 
     def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
         if stored is None and groups:
-            # torch's form has no class. Of one class, only few names come and go.
+            # torch's form has no class. Within one class, only few names differ between releases.
             kept = groups[0].keys()
             unknown = kept - self.optimizer.param_groups[0].keys()
             if len(unknown) > 1 < len(self.optimizer.defaults.keys() - kept):
@@ -254,7 +254,7 @@ class NamedOptimizer:
 
 
 def is_loaded_in_place(value: Any) -> bool:
-    """Whether it is an optimizer that keeps no more than torch's state and groups."""
+    """Whether an optimizer keeps no more than torch's state and groups."""
     own = getattr(type(value), "load_state_dict", None)
     hooks = (f"_optimizer_load_state_dict_{kind}_hooks" for kind in ("pre", "post"))
     return own is Optimizer.load_state_dict and not any(

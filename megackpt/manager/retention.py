@@ -227,7 +227,7 @@ class Retention:
         return number is not None and self.naming.name(number) == name
 
     def _is_removable(self, name: str) -> bool:
-        # The target of a link is not ours.
+        # The target of a link does not belong to the run.
         return self.is_own_name(name) and not os.path.islink(self.path(name))
 
     def _clear(self, name: str) -> None:

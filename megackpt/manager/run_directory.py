@@ -73,7 +73,7 @@ _UNFINISHED = "-unfinished"
 _INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
 """Directories of a step in which NeMo and transformers put the checkpoint."""
 _SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.[^./]+)?")
-"""Directories of saves. If one died while it replaced a checkpoint, the old one may be there."""
+"""Directories of saves. If a save died while it replaced a checkpoint, one may hold the old one."""
 _UNSUPPORTED = (
     (re.compile(r"mp_rank_.*"), "DeepSpeed's or Megatron's own files of each rank"),
     (re.compile(r"zero_pp_rank_.*"), "DeepSpeed's own files of each rank"),

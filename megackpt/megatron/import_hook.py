@@ -19,14 +19,14 @@ from megackpt.megatron.table import MODULES
 THEIRS = "megatron.core.dist_checkpointing"
 
 KEPT = (".gpt_checkpoint_interop",)
-"""Modules of Megatron's that stay: they rewrite declarations, which are ours then (0.19)."""
+"""Megatron's modules that stay: they rewrite declarations, which megackpt makes then (0.19)."""
 
 TESTED = ("0.16.1",)
 """Releases of megatron-core that the tests install this in."""
 
 
 class Installed(AbstractContextManager["Installed"]):
-    """What ``install`` returns: a context, at whose end the modules of that call are taken out."""
+    """The result of ``install``: a context, at whose end the modules of that call are removed."""
 
     def __init__(self, first: bool) -> None:
         self._first = first

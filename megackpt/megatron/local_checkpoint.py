@@ -95,7 +95,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     sharded_state_dict: dict[Any, Any] = field(repr=False)
     _is_hollow: bool = False
     _devices: list[str | None] | None = None
-    """For each tensor the type of its first device, None without data. None: all are there."""
+    """By tensor: the type of its first device (None: no data). None: no tensor has moved."""
 
     @classmethod
     def from_state_dict(

@@ -5,7 +5,8 @@ ranks, gives the strategy a staging directory, and commits the directory in one 
 format that megackpt does not know lists the files, with their digests.
 
 A strategy may also call the method of megackpt that it overrides. The save or load of the engine
-then runs there, with the state that the strategy passes, and with the arguments of the caller.
+then runs inside that call, with the state that the strategy passes, and with the arguments of the
+caller.
 """
 
 from __future__ import annotations

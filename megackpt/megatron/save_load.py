@@ -69,7 +69,7 @@ class LoadOptions(TypedDict, total=False):
 def _in_either_order(function: F) -> F:
     """Accept the positional arguments of 0.16, and of 0.19, which has no ``common_strategy``.
 
-    The argument at its place is a bool there.
+    0.19 has a bool at that place.
     """
 
     @wraps(function)

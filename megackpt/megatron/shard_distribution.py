@@ -171,7 +171,8 @@ def exchange_loaded_tensors_gather_object(
     """Gather the loaded tensors of all ranks of the group by pickles, in every rank's memory."""
     packed = {}
     for name, tensor in loaded_tensors.items():
-        # As bytes, because torch does not unpickle every dtype. Of a view it pickles all storage.
+        # As bytes, because torch does not unpickle every dtype. It pickles a view with all its
+        # storage.
         compact = tensor.detach().clone(memory_format=torch.contiguous_format)
         octets = compact.reshape(-1).view(torch.uint8)
         packed[name] = octets, tensor.dtype, tensor.shape

@@ -1,4 +1,4 @@
-"""Megatron's strategy classes: each is a Strategy of ours that also saves or loads when called."""
+"""Megatron's strategy classes: each is a megackpt Strategy that also saves or loads when called."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class _OpenStrategy(Strategy):
         return None
 
     def _has_own(self, *methods: str) -> bool:
-        """Does a class that is not ours define one of these methods, here or in the base?"""
+        """Does a custom class define one of these methods, itself or in a base?"""
         for kind in type(self).__mro__:
             is_ours = kind.__module__.startswith("megackpt.")
             if not is_ours and not vars(kind).keys().isdisjoint(methods):

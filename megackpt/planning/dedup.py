@@ -21,9 +21,9 @@ def assign(declared: Declarations, balance: bool = True) -> Int64:
 
     A tensor's candidates are the ranks that hold the shard in the domain of its main replica. An
     object is written by its main replica, as its copies often differ (the state of a random
-    number generator). Without ``balance`` main replicas write everything. Of several main
-    replicas (which coverage refuses) the first one counts. The result depends on the
-    declarations only. Objects weigh their nominal ``nbytes``.
+    number generator). Without ``balance`` main replicas write everything. If there are several main
+    replicas (which coverage refuses), the first one counts. The result depends on the declarations
+    only. Objects weigh their nominal ``nbytes``.
     """
     shards = declared.shards
     rows = shards.order

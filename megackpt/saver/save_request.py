@@ -127,7 +127,7 @@ class SaveRequest:
             stored.pop("dp_cp_group", None)  # Megatron's process group
             common[CONTENT_METADATA] = stored
         backend = resolved.make_writer()
-        # An empty common state is a file of ours, too.
+        # An indexed format stores an empty common state, too.
         has_common = backend.properties.indexed or bool(common)
         declared = declare(
             extracted.shards,

@@ -101,7 +101,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues | None:
     """The numbers of each tensor. ``parts``: of each rank, in rank order; empty: not examined.
 
-    Raises ShardingError if only some of the ranks have examined theirs.
+    Raises ShardingError if only some of the ranks have examined their tensors.
     """
     rows = np.frombuffer(b"".join(parts), _ROW)
     # By rank, and within a rank in the order of its plan.

@@ -1,6 +1,6 @@
 """Python objects to bytes (blobs) and back, without running code that the bytes name.
 
-A blob is what ``torch.save`` writes, so torch and Megatron-Core read ours and we read theirs.
+A blob has the form of ``torch.save``, so megackpt, torch and Megatron-Core read each other's blobs.
 A load makes only classes of an allow-list. It changes no global state, so threads may load at
 the same time.
 """

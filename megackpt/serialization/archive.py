@@ -119,7 +119,7 @@ class Archive:
 
     @property
     def little_endian(self) -> bool:
-        """Was it written on a machine with the byte order of ours? Old torch does not say."""
+        """Was it written on a little-endian machine? Old torch does not say; then True."""
         if "byteorder" not in self.members:
             return True
         return self.content("byteorder", 1 << 10) == b"little"

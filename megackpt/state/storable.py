@@ -133,9 +133,9 @@ def _is_distributed_class(kind: type) -> bool:
 def shard_attributes(x: Any) -> list[str]:
     """The SHARD_METHODS that it has, and for a tensor the SHARD_FIELDS.
 
-    A part of a protocol counts: this is a shard, though one that cannot be stored. Of tensors
-    the instance is checked, as Megatron-FSDP sets the methods there. Of other objects the class
-    is checked, so that no ``__getattr__`` runs.
+    A part of a protocol counts: this is a shard, though one that cannot be stored. A tensor itself
+    is checked, as Megatron-FSDP sets the methods on instances. The class of any other object is
+    checked, so that no ``__getattr__`` runs.
     """
     if not isinstance(x, torch.Tensor):
         return [name for name in SHARD_METHODS if hasattr(type(x), name)]

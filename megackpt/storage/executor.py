@@ -24,7 +24,7 @@ T = TypeVar("T")
 Advance = Callable[[int], None]
 
 _SHARE = 0.9
-"""Of the timeout. A rank gives its storage up before its peers give the rank up."""
+"""Share of the timeout. A rank gives its storage up before its peers give the rank up."""
 _IDLE_SECONDS = 1.0
 """A thread without calls ends after these. The next call starts another."""
 

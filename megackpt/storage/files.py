@@ -159,7 +159,7 @@ class _Open:
         self, folder: int, name: str, path: str, moved: Callable[[], object]
     ) -> None:
         self._moved = moved
-        self._folder = folder  # ours to close
+        self._folder = folder  # to be closed here
         self._name = name
         self._path = path
         try:
@@ -353,8 +353,8 @@ class LocalReader(FileReader):
 def create(name: str, folder: int, flags: int = NEW) -> int:
     """Open a file for writing, by a descriptor that is not one of the standard streams'.
 
-    A process that was started without standard streams would get one of theirs. Then code that
-    prints to them, such as C libraries, would write into the file.
+    A process that was started without standard streams would get one of their descriptors. Then
+    code that prints to these streams, such as C libraries, would write into the file.
     """
     fd = os.open(name, flags, 0o666, dir_fd=folder)
     if fd > 2:

@@ -406,7 +406,7 @@ class LocalStorage(Storage):
     def _within(
         self, doing: str, name: str, make: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """Yield an entry's folder and its name there.
+        """Yield an entry's folder and the entry's name.
 
         Raises FileNotFoundError if one is absent, unless ``make``.
         """
@@ -425,7 +425,7 @@ class LocalStorage(Storage):
         return os.path.join(self.location, name)
 
     def _parent(self, name: str, make: bool = False) -> tuple[int, str]:
-        """Return a descriptor of an entry's folder, which the caller closes, and its name there."""
+        """Return an entry's folder as a descriptor that the caller closes, and the entry's name."""
         *folders, last = _checked(name, new=make)
         return self._descend(folders, make), last
 

@@ -317,7 +317,7 @@ def register_default_strategy(
 ) -> None:
     """Make ``strategy`` the default for this format and version in this process. Megatron's name.
 
-    SAVE_SHARDED: ``save(..., backend)`` uses it, as do None and (backend, version). LOAD_SHARDED:
+    SAVE_SHARDED: ``save`` uses it for ``backend``, None and (backend, version). LOAD_SHARDED:
     every load of a checkpoint of (backend, version) uses it. Register the same on all ranks. A
     Strategy or a Backend that a caller passes has priority. Raises NotImplementedError for further
     actions: the format stores the common state itself.

@@ -23,8 +23,9 @@ class Piece:
 
     ``shape``: of the tensor ``key``. ``axes``: for each of its axes the axis here that runs along
     it (None: none; its extent is 1). Axes here that are not named have the extent 1, too. ``tied``:
-    another tensor of ours is the same one. ``exact``: the stored tensor must have this shape, even
-    with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers in ``key``.
+    another one of our tensors has the same values. ``exact``: the stored tensor must have this
+    shape, even with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers
+    in ``key``.
     """
 
     box: Box
@@ -79,15 +80,15 @@ class Piece:
 
 
 class Rule(ABC):
-    """How a tensor of ours consists of theirs."""
+    """How one of our tensors is composed of Hugging Face tensors."""
 
     @abstractmethod
     def names(self) -> Iterator[str]:
-        """The names of theirs, with ``*`` and ``#``."""
+        """The names of the Hugging Face tensors, with ``*`` and ``#``."""
 
     @abstractmethod
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        """The pieces of a tensor of ours of this shape. ShardingError for an impossible shape."""
+        """The pieces of our tensor of this shape. ShardingError for an impossible shape."""
 
 
 Theirs = str | Rule
@@ -109,7 +110,7 @@ class Name(Rule):
 
 @dataclass(frozen=True)
 class _OfOne(Rule):
-    """A rule over one of theirs, or over another rule."""
+    """A rule over one Hugging Face tensor, or over another rule."""
 
     whole: Theirs
 
@@ -119,7 +120,7 @@ class _OfOne(Rule):
 
 @dataclass(frozen=True)
 class Transpose(_OfOne):
-    """Theirs with the last two axes exchanged (as GPT-2 keeps its linear layers)."""
+    """The Hugging Face tensor with its last two axes exchanged (like GPT-2's linear layers)."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         n = len(shape)
@@ -136,7 +137,10 @@ class Transpose(_OfOne):
 
 @dataclass(frozen=True)
 class Padded(_OfOne):
-    """Theirs has ``extent`` along ``axis``. The rest of ours is padding: zeros, and not stored."""
+    """The Hugging Face tensor has ``extent`` along ``axis``; the rest of our tensor is padding.
+
+    Padding is zero, and is not stored.
+    """
 
     extent: int
     axis: int = 0
@@ -157,7 +161,7 @@ class Padded(_OfOne):
 
 @dataclass(frozen=True)
 class Tied(_OfOne):
-    """The same as another tensor of ours, which is written. This one is only read."""
+    """The same values as another one of our tensors, which is written. This one is only read."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         pieces = as_rule(self.whole).pieces(shape, naming)
@@ -262,7 +266,7 @@ def _move_shares(
     *,
     out: bool = False,
 ) -> list[Piece]:
-    """The pieces of a part, moved to its share of each group in the whole; or ``out`` of there."""
+    """The pieces of a part, moved into its share of each group in the whole, or ``out`` of it."""
     moved = []
     extent = ratio[number] * unit
     for group in range(groups):

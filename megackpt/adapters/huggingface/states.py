@@ -1,4 +1,4 @@
-"""A sharded state dict of ours, declared as Hugging Face's tensors, for a load or a save."""
+"""Our sharded state dicts, declared as Hugging Face's tensors, for a load or a save."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _raise_later(error: Exception) -> ShardedTensorFactory:
 
 
 def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> Any:
-    """A leaf of a state, declared in pieces of theirs or kept on this rank."""
+    """A leaf of a state, declared in pieces of Hugging Face tensors or kept on this rank."""
     leaf = from_megatron(leaf)
     if isinstance(leaf, LocalNonpersistentObject):
         return leaf

@@ -22,7 +22,7 @@ Links = dict[TensorId, list[Piece]]
 logger = logging.getLogger("megackpt.adapters")
 
 _MAX_PIECES = 10**6
-"""Of one tensor: far more than any model has layers and experts."""
+"""Limit of the pieces of one tensor: far more than any model has layers and experts."""
 _MAX_GAPS = 8
 _WILDCARD = re.compile(r"[*#]")
 _TOKEN = re.compile(r"(\*|\.#(?=\.|$)|^#\.|#)")
@@ -88,7 +88,7 @@ def link(
 
 @dataclass(frozen=True)
 class _Place:
-    """The values of a pattern's wildcards, and the index along stacked axes of ours."""
+    """The values of a pattern's wildcards, and the index along stacked axes of our tensor."""
 
     texts: tuple[str, ...]
     numbers: tuple[str, ...]
@@ -233,7 +233,7 @@ def _gaps(matched: list[_Match]) -> list[str]:
 
     A layer that is missing elsewhere may be intended: the log warns of it.
     """
-    # Prefix up to a number -> pattern with its texts -> the numbers that occur there.
+    # Prefix up to a number -> pattern with its texts -> the numbers that occur at its end.
     found: dict[str, dict[str, set[int]]] = {}
     for match in matched:
         parts = match.entry.pattern.split("#")

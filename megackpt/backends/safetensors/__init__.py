@@ -230,7 +230,7 @@ def _check_names(location: str, pieces: Sequence[str]) -> None:
     """See by the names of files with pieces whether some are missing.
 
     A gap is only a warning: torch DCP writes no file for a rank, or a number, without tensors.
-    Raises CorruptCheckpoint if files of several saves are there.
+    Raises CorruptCheckpoint for files of several saves.
     """
     matches = map(_NUMBERS.fullmatch, pieces)
     numbers = [tuple(map(int, match.groups())) for match in matches if match]

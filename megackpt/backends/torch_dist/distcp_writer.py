@@ -40,7 +40,7 @@ SMALL = 64 << 10
 
 @dataclass(frozen=True)
 class FilePart:
-    """One file of one rank, and the rows of its plan that go there, in order."""
+    """One file of one rank, and the rows of the rank's plan in the file, in order."""
 
     name: str
     rows: list[int]

@@ -195,7 +195,7 @@ def parse_name(name: str) -> Name:
 
 
 def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:
-    """The object of each name, and its box there. An unknown extent is what the names reach to."""
+    """The object of each name, and its box in it. The names determine an unknown extent."""
     parsed = {name: parse_name(name) for name in names}
     reach: dict[str, int] = {}
     for key, offset, shape in parsed.values():

@@ -122,7 +122,7 @@ class _Found:
                 self.chunk(box, place.file, place.start, place.length)
 
     def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
-        """An array, whose chunks must all be there."""
+        """An array, whose chunks must all exist."""
         self.entry(key, TensorMeta(layout.shape, layout.dtype), layout.cell)
         if layout.packing.compressor is not None:
             self.encoding = "native"
@@ -131,7 +131,7 @@ class _Found:
             self.chunk(Box.whole(layout.shape), f"{folder}/{origin}", 0, 0)
             return
         there = set(_files_below(self.root, folder, origin.count("/")))
-        # A description may claim any number of cells. The files that are there bound the work.
+        # A description may claim any number of cells. The existing files bound the work.
         ranges = [range(min(count, len(there) + 1)) for count in layout.counts]
         missing: list[str] = []
         for index in product(*ranges):

@@ -55,7 +55,7 @@ _NAMED = 1000  # ranks in a message
 
 
 class Holdings:
-    """Which hosts have which pieces. ``answers``: of each rank its host and the pieces there."""
+    """Which hosts have which pieces. ``answers``: for each rank its host and the host's pieces."""
 
     def __init__(self, answers: Sequence[tuple[str, list[Piece]]]) -> None:
         self.hosts = [host for host, _ in answers]
@@ -77,7 +77,7 @@ class Holdings:
         self._pieces[host].add(piece)
 
     def drop(self, piece: Piece, host: str) -> None:
-        """A piece is damaged there."""
+        """A piece on a host is damaged."""
         self._pieces[host].discard(piece)
 
     def to_check(self, rank: int, save: LocalSave) -> list[Piece]:

@@ -343,7 +343,7 @@ def as_one_rank(state: Any) -> Any:
 
 
 def _is_empty(shard: ShardedTensor) -> bool:
-    """Whether it has no element of a tensor that has some: as where few rows are on many ranks."""
+    """Whether a shard of a tensor with elements has none: few rows may be on many ranks."""
     return 0 in shard.local_shape and 0 not in shard.global_shape
 
 

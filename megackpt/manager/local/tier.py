@@ -19,7 +19,7 @@ class LocalTier:
     Args:
         path: a directory of this host alone: on a tmpfs, such as ``/dev/shm/ckpt``, or a local
             disk. It must not be shared by hosts.
-        every: steps that this number divides are saved there.
+        every: steps that this number divides are saved in ``path``.
         copies: how many ranks on other hosts get a copy of each rank's shards. At most one less
             than there are hosts.
         generations: how many steps are held, the one that is being written included. The path needs

@@ -189,7 +189,7 @@ def digest_rows(digests: bytes | memoryview) -> Digests:
 
 
 def table_of(values: Iterable[T]) -> tuple[tuple[T, ...], Int32]:
-    """The distinct values in the order in which they come, and for each value its number there."""
+    """The distinct values in order of their first use, and for each value its number in them."""
     rows = list(values)
     table = tuple(dict.fromkeys(rows))
     if len(table) == len(rows):
@@ -295,7 +295,7 @@ class Declarations:
 
     @cached_property
     def metas(self) -> tuple[tuple[TensorMeta, ...], Int32]:
-        """The distinct metas, and the number there of each of ``tensors``."""
+        """The distinct metas, and for each of ``tensors`` the number of its meta."""
         return table_of(map(itemgetter(1), self.tensors))
 
     @cached_property

@@ -91,7 +91,7 @@ class Harness:
 
     def finish(self, root: LocalStorage, manifest: Manifest) -> Manifest:
         # Checked once, and not before each file: a format may also recognise checkpoints of other
-        # programs, which lack the last file of ours.
+        # programs, which lack the last file of megackpt's.
         early = self.backend.recognises(root)
         check(not early, "recognises data without a table of contents")
         finished = self.backend.finish(root, manifest)
