@@ -244,7 +244,7 @@ def finish(step: Stage, raised: BaseException | None = None) -> None:
             retries,
             running.rank,
         )
-    # One INFO line for an operation; its stages, and its events on further ranks, are details.
+    # One INFO line for an operation: on rank 0, at its end. All other events are details.
     level = logging.DEBUG
     if step.name == TOTAL and running.rank == 0:
         level = logging.INFO

@@ -346,7 +346,7 @@ def _fsdp2_cuts(parts: tuple[Cut, ...], mesh: Shape) -> tuple[Cut, ...]:
 
     A factor is the number of pieces that earlier cuts have made. FSDP2, ``redistribute`` and
     ``full_tensor`` mean this order; ``distribute_tensor`` cuts from left to right. With pieces of
-    equal size both orders give the same layout. Any further factor is a separate cut.
+    equal size both orders give the same layout. Any other factor is a separate cut.
     """
     order: list[Cut] = []
     for dim, factor in reversed(parts):
@@ -397,7 +397,8 @@ def _held(
     """The part of an axis that these cuts, one by one, leave at one place of the mesh."""
     held = [(0, size)]
     for dim, factor in parts:
-        # The held indices are cut into ``factor`` pieces; one of mesh[dim] pieces of each stays.
+        # The held indices are cut into ``factor`` pieces, and each of these into mesh[dim]. One
+        # stays.
         count = mesh[dim]
         number = place[dim]
         left = _length(held)

@@ -41,8 +41,9 @@ class Task(Progress, Generic[T]):
         timeout: timedelta | None = None,
         place: str = "",
     ) -> None:
-        """``timeout``: of the save. ``run`` gives up work that makes no progress for nearly as
-        long.
+        """``timeout``: the timeout of the save.
+
+        ``run`` gives up work that makes no progress for nearly as long.
         """
         super().__init__(name, todo, on_progress)
         self.work = work

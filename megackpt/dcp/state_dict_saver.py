@@ -1,8 +1,8 @@
 """A save of torch DCP in three stages: plan (collective), write (each rank), finalize (collective).
 
 Names, arguments and results follow Megatron-Core 0.16. Messages between ranks are sent over a
-process group of megackpt, and an error of one rank is raised on all, like in every save of
-megackpt.
+process group of megackpt, and an error of one rank is raised on all ranks. Every save of megackpt
+does so.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self.overwrite = overwrite
         self.timeout = timeout
         self.transforms = _StorageWriterTransforms(_extensions)
-        """Gives the extensions of each item, like in stock's writer."""
+        """Gives the extensions of each item. Stock's writer has the same attribute."""
         self.save_id = uuid.uuid4().hex
         self._spent = False
         """Whether ``save_id`` belongs to a save that has ended."""
@@ -237,7 +237,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             )
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """As stock's writer. Copies of tensors that name their shards name them, too."""
+        """Stage like stock's writer. Copies of tensors that name their shards name them, too."""
         self._named_chunks = named_chunks(state_dict)
         staged: dict[str, Any] = super().stage(state_dict)
         copy_fields(state_dict, staged)

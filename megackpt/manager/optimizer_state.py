@@ -1,4 +1,4 @@
-"""The state of an optimizer under the names of its parameters, in its stored form.
+"""The stored form of an optimizer's state, under the names of its parameters.
 
 The form is torch's (``get_optimizer_state_dict``), and has the name of the optimizer's class.
 A parameter without state has no entry in it.

@@ -184,8 +184,8 @@ class _OwnSave:
     def agree(self, outcome: Callable[[], object]) -> None:
         """Raise the error of any rank on all ranks, and end the save then. Collective.
 
-        The step is a separate collective call: the strategy may have called the engine before.
-        Either all ranks have called the engine, or none.
+        The step is a separate collective call, since the strategy may have called the engine
+        before. Either all ranks have called the engine, or none.
         """
 
         def work() -> bool:

@@ -110,7 +110,10 @@ class AllReplicas:
         return AllReplicas(shards, Groups(place[entries], bounds), self.always)
 
     def differing(self, digests: Sequence[bytes]) -> list[ShardId]:
-        """The shards whose replicas differ. ``digests``: of each rank, in rank order."""
+        """The shards whose replicas differ.
+
+        ``digests``: the digests of each rank, in rank order.
+        """
         values = np.frombuffer(b"".join(digests), "u8").reshape(-1, 2)
         order = self.entries.order
         number = self.entries.number
@@ -249,7 +252,7 @@ def describe(
     found: Sequence[Blocks],
     manifest: Manifest,
 ) -> str:
-    """Which ranks differ in which blocks. ``found``: of each rank, ``RankDigests.of(shards)``."""
+    """Which ranks differ in which blocks. ``found``: for each rank ``RankDigests.of(shards)``."""
     lines = [_ADVICE]
     if statistics := sum(shard.key.endswith(_STATISTICS) for shard in shards):
         lines.append(_ABOUT_STATISTICS.format(statistics))

@@ -99,7 +99,9 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues | None:
-    """The numbers of each tensor. ``parts``: of each rank, in rank order; empty: not examined.
+    """The numbers of each tensor.
+
+    ``parts``: one part for each rank, in rank order; an empty one was not examined.
 
     Raises ShardingError if only some of the ranks have examined their tensors.
     """

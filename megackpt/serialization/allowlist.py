@@ -176,7 +176,7 @@ def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 -
     if type(key) is not str or not _ZONE.fullmatch(key):
         raise CorruptCheckpoint("a time zone has a name that no time zone has")
     try:
-        # Always the cached object: each further object takes memory.
+        # Always the cached object: each new object would take memory.
         return zoneinfo.ZoneInfo(key)
     except (KeyError, OSError, ValueError) as error:
         raise CorruptCheckpoint(

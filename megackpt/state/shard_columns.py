@@ -252,7 +252,7 @@ def object_groups(shards: Sequence[Shard]) -> dict[int, list[int]]:
 
 
 def bundled(shard: ShardedObject, values: list[Any]) -> Any:
-    """The content of an object's blob: the list of values with its unique key, like in Megatron.
+    """The content of an object's blob: in Megatron's form, the list of values with its unique key.
 
     The blob of an object without a grid (global shape ()) holds the value, as torch DCP stores it.
     """

@@ -274,7 +274,7 @@ class BucketStorage(Storage):
 
     def delete(self, name: str) -> None:
         key = self.key(name)
-        # Two calls: Google's store ends a removal of several objects at an absent one.
+        # Two calls: Google's store ends a removal of several objects at an absent object.
         self._delete([f"{key}/{below}" for below in self.objects(name)])
         self._delete([key])
 

@@ -21,11 +21,11 @@ Naming = Callable[[str], str]
 class Piece:
     """The region ``box`` of one tensor is the region ``there`` of the tensor ``key``.
 
-    ``shape``: of the tensor ``key``. ``axes``: for each of its axes the axis here that runs along
-    it (None: none; its extent is 1). Axes here that are not named have the extent 1, too. ``tied``:
-    another one of our tensors has the same values. ``exact``: the stored tensor must have this
-    shape, even with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers
-    in ``key``.
+    ``shape``: the shape of the tensor ``key``. ``axes``: for each of its axes the axis here that
+    runs along it (None: none; its extent is 1). Axes here that are not named have the extent 1,
+    too. ``tied``: another one of our tensors has the same values. ``exact``: the stored tensor must
+    have this shape, even with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are
+    numbers in ``key``.
     """
 
     box: Box

@@ -100,7 +100,10 @@ def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> A
 def _near(
     pieces: list[Piece], boxes: Boxes, box: Box
 ) -> tuple[list[Piece], dict[str, Piece]]:
-    """The pieces in a box, and one of each other tensor near by. ``boxes``: of the pieces."""
+    """The pieces in a box, and one piece of each other tensor near by.
+
+    ``boxes``: the boxes of ``pieces``.
+    """
     # A tensor of all layers has very many pieces: find the pieces of this shard's layers first.
     stacked = slice(pieces[0].stacked)
     overlaps = boxes.offset[:, stacked] < box.stop[stacked]
@@ -126,8 +129,8 @@ def _in_pieces(
 ) -> ShardedTensorFactory:
     """A shard, declared as the ``pieces`` of its global tensor that lie in it.
 
-    ``boxes``: of the pieces. A load fills the views. Elements in no piece are padding, and become
-    zero.
+    ``boxes``: the boxes of the pieces. A load fills the views. Elements in no piece are padding,
+    and become zero.
     """
     prepended = shard.prepend_axis_num
     box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))

@@ -112,7 +112,7 @@ class _Match:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One line of a table. ``names``: of the rule, with wildcards."""
+    """One line of a table. ``names``: the names in the rule, with wildcards."""
 
     pattern: str
     expression: re.Pattern[str]

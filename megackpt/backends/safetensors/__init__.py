@@ -108,7 +108,7 @@ class Safetensors(Backend):
         names = [file.name for file in files]
         if names != [WHOLE] or not self.index:
             # Readers prefer a single file to several files with an index, so a foreign single file
-            # must not stay. Nor may foreign files be published with the save's files.
+            # must not stay. Nor may foreign files be published with the files of this save.
             names += [WHOLE, INDEX]
         for entry in manifest.tensors:
             if entry.meta.is_object:

@@ -62,7 +62,7 @@ def read_manifest(root: Storage, name: str) -> Manifest:
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
     if COMMON_FILE in root.list():
-        # common.pt takes precedence, like in Megatron-Core.
+        # common.pt takes precedence; Megatron-Core has the same rule.
         found = [item for item in found if not item.entry.is_common]
         place = RecordPlace(COMMON_FILE, 0, root.size(COMMON_FILE) or 0)
         found.append(_Stored(COMMON, Box((), ()), place))

@@ -1,4 +1,4 @@
-"""Reads foreign records: finds each payload, then reads ranges like in megackpt's records.
+"""Reads foreign records: finds each payload, then reads its ranges with the common reader.
 
 Archives of contiguous CPU tensors, in the form of torch.save, are read by ranges. All other
 archives (other strides, a shared or larger storage) are read like objects, one record at a time,

@@ -101,7 +101,10 @@ def _write_row(
 
 
 def write_result(rows: Sequence[list[WrittenChunk]], width: int) -> WriteResult:
-    """The report of a rank that wrote these rows. ``width``: of the plan's column of boxes."""
+    """The report of a rank that wrote these rows.
+
+    ``width``: the width of the plan's column of boxes.
+    """
     files: dict[str, int] = {}
     boxes: list[Box] = []
     columns: list[tuple[int, int, int, int]] = []

@@ -57,7 +57,7 @@ class MergedSave(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[PieceTable]) -> MergedSave:
-        """``tables``: of all pieces. Of equal chunks the chunk of the lowest rank stays.
+        """``tables``: the tables of all pieces. Of equal chunks the chunk of the lowest rank stays.
 
         Raises CorruptCheckpoint if the pieces disagree about a tensor.
         """

@@ -119,8 +119,8 @@ class LocalSaves:
     ) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
-        ``options``: the options of ``megackpt.save`` that change the stored content. ``line``: of
-        the save. Raises StorageError if a host has no space for it.
+        ``options``: the options of ``megackpt.save`` that change the stored content. ``line``: the
+        line of the save. Raises StorageError if a host has no space for it.
         """
         if self.running:
             logger.info("step %d waits for the local save before it", step)
@@ -197,7 +197,7 @@ class LocalSaves:
     def _prepare(self, group: Group, step: int, nbytes: int, line: Line) -> LocalSave:
         """Check that all hosts have space for a save, and agree on its id.
 
-        ``nbytes``: of this rank's shards.
+        ``nbytes``: the bytes of this rank's shards.
         """
         if not self._are_hosts_checked:
             self._check_hosts(group)
