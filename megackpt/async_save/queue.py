@@ -26,7 +26,7 @@ from megackpt.errors import CheckpointingException, RankLost, StorageError
 logger = logging.getLogger("megackpt.async_calls")
 
 ENDED = 1000
-"""The progress, in thousandths, of a task that has ended, and of no other."""
+"""The progress, in thousandths, that only an ended task has."""
 _RANKS = 1 << 32
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 """Seconds between two votes of a blocking call."""

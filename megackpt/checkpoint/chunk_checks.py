@@ -173,7 +173,7 @@ class ChunkChecks:
     def compare_together(
         self, rows: Int64, reader: FileReader, buffer: memoryview
     ) -> Int64:
-        """Compare small neighbours, of one block each. Returns those to be read by themselves."""
+        """Compare small neighbours, of one block each. Returns chunks to be read separately."""
         chunks = self.manifest.chunks
         begin = int(chunks.start[rows[0]])
         starts = chunks.start[rows] - begin

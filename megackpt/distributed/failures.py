@@ -144,7 +144,7 @@ def departure(reason: BaseException) -> str:
 
 
 def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]]:
-    """Each different text once, with its ranks, and the first failure of those."""
+    """Each different text once, with its ranks, and the first failure with this text."""
     same: dict[str, list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
         same.setdefault(failure.text, []).append(failure)

@@ -300,7 +300,10 @@ class RankGroup(Group):
 
     @contextmanager
     def _step(self, stage: str) -> Iterator[None]:
-        """A step of all ranks. After an error that is this rank's alone, no other waits for it."""
+        """A step of all ranks.
+
+        After an error that only this rank has, no other rank waits for it.
+        """
         self._begin(stage)
         try:
             yield

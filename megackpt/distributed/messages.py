@@ -72,7 +72,7 @@ def join(parts: Sequence[Payload]) -> bytes:
 
 
 def split(packed: Payload) -> list[memoryview]:
-    """The parts of ``join``. Raises ValueError or struct.error for other bytes."""
+    """The parts of ``join``. Raises ValueError or struct.error for malformed bytes."""
     (count,) = struct.unpack_from("!I", packed)
     parts, start = [], 4 + 8 * count
     for length in struct.unpack_from(f"!{count}Q", packed, 4):

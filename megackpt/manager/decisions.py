@@ -70,7 +70,8 @@ class SaveDecisions(ABC):
         end if that was true, after this save. Collective with
         ``save_every_minutes`` and after ``on_signal``, as the ranks' clocks and signals differ.
 
-        It is true as well for the steps of a local tier; ``save`` writes those only there.
+        It is true as well for the steps of a local tier; ``save`` writes these steps only to the
+        hosts.
         """
         is_late = False
         if self._listens or self._minutes is not None:

@@ -28,7 +28,7 @@ from megackpt.storage import Advance, root_at
 logger = logging.getLogger("megackpt.manager")
 
 ATTEMPTS = 3
-"""At a run in which other jobs remove and replace steps at the same time."""
+"""Attempts at a run in which other jobs remove and replace steps at the same time."""
 
 Found = tuple[Step | None, tuple[Step, ...]]
 """The step, and the newer ones that were skipped."""

@@ -190,7 +190,7 @@ class NamedOptimizer:
 
     def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
         if stored is None and groups:
-            # torch's form has no class. Within one class, only few names differ between releases.
+            # torch's form has no class. Within one class, only few names come and go.
             kept = groups[0].keys()
             unknown = kept - self.optimizer.param_groups[0].keys()
             if len(unknown) > 1 < len(self.optimizer.defaults.keys() - kept):

@@ -144,7 +144,8 @@ class _Hook(MetaPathFinder, Loader):
             ]
             return PathFinder.find_spec(fullname, folders)
         if suffix not in MODULES:
-            # Not left to other finders: they would find our files, and import them a second time.
+            # No later finder may take over: it would find megackpt's files, and import them a
+            # second time.
             raise ModuleNotFoundError(
                 f"{fullname} has no counterpart in {PACKAGE}, which is installed in the place "
                 f"of {THEIRS}",

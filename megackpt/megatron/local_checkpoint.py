@@ -73,8 +73,8 @@ PARALLEL = "fully_parallel"
 ALGORITHMS = ("atomic", PARALLEL)
 CONTENT_METADATA = "content_metadata"
 Sent = tuple[Declarations, Declarations, set[str], set[str]]
-"""What rank 0 gets: the shards that are held, those asked for, the names of these, and the names
-that the rank does not hold."""
+"""A rank's message to rank 0: the held shards, the requested shards and their names, and the names
+that it lacks."""
 
 
 @dataclass(eq=False)

@@ -209,7 +209,7 @@ def _sources(plan: LoadPlan, rank: Int64, regions: Groups) -> Int64:
     order = np.lexsort((*offsets, chunks.start[chunk], chunks.file[chunk], ranks))
     alike = Groups(order, runs(ranks[order]))  # regions of one set of ranks
 
-    # From here on by order: the bytes of the set, and those before each region in it.
+    # From here on by order: the bytes of the set, and the bytes before each region in it.
     number = alike.number
     nbytes = nbytes[order]
     count = count[order]

@@ -97,8 +97,8 @@ def _overlaps(
 ) -> tuple[Int64, Int64]:
     """All pairs (wanted row, chunk) that share an element, in this order.
 
-    A tensor's chunks are sorted along its most divided axis, and compared are only those in the
-    range along this axis that may meet the wanted box.
+    A tensor's chunks are sorted along its most divided axis. Only chunks in the range along this
+    axis that may meet the wanted box are compared.
     """
     bounds = runs(owner)[:-1]
     axes = np.zeros(int(stored.max(initial=0)) + 1, np.int64)
@@ -125,7 +125,7 @@ def _overlaps(
     start, stop, low, high = np.split(number, np.cumsum(list(map(len, ends[:3]))))
     order = np.argsort(start, kind="stable")
     chunks = chunks.take(order)
-    # Chunks before ``first`` end before the wanted box, those from ``last`` on begin behind it.
+    # Chunks before ``first`` end before the wanted box. Chunks from ``last`` on begin behind it.
     first = np.searchsorted(np.maximum.accumulate(stop[order]), low, side="right")
     last = np.searchsorted(start[order], high, side="left")
     counts = np.maximum(0, last - first)

@@ -64,7 +64,7 @@ class StoredNames:
             if meta.is_object:
                 return f" (stored as objects of the grid {meta.shape})"
             return f" (stored as a tensor {meta.shape} {meta.dtype}, asked for as an object)"
-        # Names that differ in numbers only are of other layers.
+        # Names that differ in numbers only belong to other layers.
         pattern = key_pattern(name)
         if pattern in self._patterns:
             return ""
@@ -294,7 +294,7 @@ class Unasked(NamedTuple):
 
 
 def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
-    """Stored keys that are not among those asked for, in groups, the largest first."""
+    """Stored keys that the load does not ask for, in groups, the largest first."""
     chunks = manifest.chunks
     nbytes = np.bincount(chunks.tensor, chunks.length, len(manifest.tensors))
     groups: dict[str, list[int]] = {}

@@ -34,7 +34,7 @@ class LoadTarget:
 
     @cached_property
     def memory(self) -> HostMemory:
-        """The memory of the tensors. No address: of those whose values are converted."""
+        """The memory of the tensors. The address is 0 for tensors whose values are converted."""
         found = HostMemory.of(self.tensors)
         pairs = zip(self.tensors, self.stored, strict=True)
         alike = [tensor is not None and tensor.dtype == kind for tensor, kind in pairs]

@@ -204,7 +204,8 @@ class Executor:
     def _watch(self, call: Call[T]) -> None:
         """Wait for a call. Give it up if it makes no progress for ``patience`` seconds.
 
-        A thread that uses the processor, however little, moves: its last system call has returned.
+        A thread that uses the processor, however little, makes progress: its last system call has
+        returned.
         """
         pause = min(max(self.patience / 50, 0.01), 1.0)
         seen, silent, warned = (0.0, 0), 0, False

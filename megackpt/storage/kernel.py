@@ -51,7 +51,7 @@ def _function(name: str, *arguments: Any) -> Callable[..., int] | None:
 
 
 def write_back(fd: int, start: int, length: int, wait: bool = False) -> None:
-    """Ask for these dirty pages to be written soon; or wait until those asked for are written.
+    """Ask for these dirty pages to be written soon; or wait until the requested pages are written.
 
     Only fsync makes them durable. Waiting raises OSError if the system could not write them,
     because a later fsync may not report it again.
@@ -118,7 +118,7 @@ def die_with_parent() -> bool:
 
 
 def give_way() -> bool:
-    """Give this thread, and those it starts, the lowest priority for processor and disk.
+    """Give this thread, and threads that it starts, the lowest priority for processor and disk.
 
     False if a part of that is unsupported.
     """

@@ -276,7 +276,7 @@ class LocalStorage(Storage):
             while above:
                 folders.add(above)
                 above = above.rpartition("/")[0]
-        # From the deepest up: a folder may be empty once those in it are gone.
+        # From the deepest up: a folder may be empty once its folders are gone.
         for name in sorted(folders, key=lambda name: (-name.count("/"), name)):
             with suppress(*gone), self._within("remove", name) as (folder, last):
                 try:

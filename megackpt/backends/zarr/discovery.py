@@ -148,7 +148,7 @@ class _Found:
             )
 
     def cell(self, layout: ArrayLayout, box: Box, file: str) -> None:
-        """The chunks in the file of a cell, except for those beyond the end of the tensor."""
+        """The chunks in the file of a cell, except chunks beyond the end of the tensor."""
         itemsize = ITEMSIZE[layout.dtype]
         if not layout.sharded:
             size = self.size(file)

@@ -81,7 +81,7 @@ class Holdings:
         self._pieces[host].discard(piece)
 
     def to_check(self, rank: int, save: LocalSave) -> list[Piece]:
-        """The pieces of a save that this rank checks: its share of those on its host."""
+        """The pieces of a save that this rank checks: its share of the pieces on its host."""
         host = self.hosts[rank]
         there = sorted(piece for piece in self._pieces[host] if piece.save == save)
         members = [r for r, other in enumerate(self.hosts) if other == host]

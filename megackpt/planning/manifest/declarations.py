@@ -235,7 +235,7 @@ def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
 def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
     """The table of ``pack_table``, usually the same object for the same bytes.
 
-    A coordinator receives a table from every rank. Raises ValueError for other bytes.
+    A coordinator receives a table from every rank. Raises ValueError for malformed bytes.
     """
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(packed, _EXPANSION * len(packed) + (1 << 20))
