@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-# Imported here, not in the first load: np.unique would import numpy.ma, and
-# serialization the list of what a pickle may name.
+# Imported here, not in the first load: np.unique would import numpy.ma, and serialization the list
+# of globals that a pickle may name.
 import numpy.ma
 import torch
 

@@ -34,7 +34,7 @@ _WAITING = 32
 
 
 class BucketReader(FileReader):
-    """An object as of its opening. A read raises CheckpointReplaced if it was replaced since.
+    """An object at its opening. A read raises CheckpointReplaced if it was replaced since.
 
     The reader holds the bytes around the last read. If reads are expected, these are up to
     ``_WINDOW`` bytes of them. Raises FileNotFoundError if the object is absent.
@@ -132,7 +132,7 @@ class BucketReader(FileReader):
 
 
 class BucketWriter(FileWriter):
-    """A new object. It appears, whole, when it is closed; nothing is visible before."""
+    """A new object. It appears, whole, when it is closed, and is invisible before."""
 
     def __init__(self, bucket: BucketStorage, name: str) -> None:
         self._bucket = bucket

@@ -1,8 +1,8 @@
-"""Reads records that others wrote: finds each payload, then reads ranges as for our own.
+"""Reads foreign records: finds each payload, then reads its ranges with the common reader.
 
-Archives of contiguous CPU tensors, as torch.save writes them, are read by ranges. Others (other
-strides, a shared or larger storage) are read as objects are, one record at a time, and no code of
-theirs runs.
+Archives of contiguous CPU tensors, in the form of torch.save, are read by ranges. All other
+archives (other strides, a shared or larger storage) are read like objects, one record at a time,
+and no code in them runs.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _describe(pickle: bytes) -> StoredTensor:
 
 
 def _read_odd(root: Storage, plan: LoadPlan, parts: Parts, into: Target) -> None:
-    """Read regions of records that only torch can read, one record after the other."""
+    """Read regions of records that only torch can read, record by record."""
     order = np.argsort(plan.chunk, kind="stable")
     numbers = plan.chunk[order].tolist()
     loaded, tensor = -1, torch.empty(0, device="cpu")
