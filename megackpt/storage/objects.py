@@ -180,8 +180,10 @@ class BucketWriter(FileWriter):
                 )
                 self._upload.write(held)
         with self._sending():
+            # obstore keeps the memory it is given until the part is sent, hence the copies. One
+            # large write would put all its parts in flight.
             for first in range(0, len(flat), self.part):
-                self._upload.write(flat[first : first + self.part])
+                self._upload.write(bytes(flat[first : first + self.part]))
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
