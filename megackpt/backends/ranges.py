@@ -290,11 +290,9 @@ class _Job:
     def _read_blob(
         self, reader: FileReader, row: int, start: int, length: int, name: str
     ) -> bytes:
-        refuse_sparse(reader, start, length, name)
-        data = memoryview(allocate(length, name))
-        reader.read_into(start, [data])
+        data = read_record(reader, start, length, name)
         if self.checked:
-            self.check(row, 0, digest_blocks(data))
+            self.check(row, 0, digest_blocks(memoryview(data)))
         return bytes(data)
 
     def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
@@ -353,7 +351,15 @@ class _Job:
             yield _Piece(row, target, box, self.into.open(target, box), *place)
 
 
-def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
+def read_record(reader: FileReader, start: int, length: int, where: str) -> bytearray:
+    """The bytes of a blob or an archive. CorruptCheckpoint if its pickle is a hole in the file."""
+    _refuse_sparse(reader, start, length, where)
+    data = allocate(length, where)
+    reader.read_into(start, [memoryview(data)])
+    return data
+
+
+def _refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
     """Raise CorruptCheckpoint if the pickle of a large blob is a hole in a sparse file, before
     memory is taken.
 

@@ -152,16 +152,15 @@ class BucketStorage(Storage):
 
         obstore does not, because the outcome is unknown. If it succeeded, the next put is refused.
         """
-        put = self.obstore.put
-        for number in range(3):
+        for number in range(4):
             try:
-                put(self.store, key, data, mode=mode, use_multipart=False)
+                self.obstore.put(self.store, key, data, mode=mode, use_multipart=False)
                 return
             except self.obstore.exceptions.GenericError as error:
-                if "status code" in str(error):  # an answer
+                is_answer = "status code" in str(error)
+                if is_answer or number == 3:
                     raise
             time.sleep(client.PAUSE * 4**number)
-        put(self.store, key, data, mode=mode, use_multipart=False)
 
     def open(self, name: str) -> BucketReader:
         try:

@@ -122,7 +122,7 @@ class FileWriter(Durable):
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append the bytes of these buffers, in order."""
+        """Append the bytes of these buffers, in order. The caller may then change the buffers."""
 
     @property
     @abstractmethod
