@@ -159,7 +159,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     rm = _add_command(commands, "rm", help_text, more)
     rm.add_argument("checkpoints", metavar="CKPT", nargs="+", help="a directory or URL")
     if "convert" in arguments:
-        # Imports torch, which the other commands do without.
+        # Only the options of ``convert`` need an import of torch.
         from megackpt.cli.convert_options import add_arguments
 
         add_arguments(convert)

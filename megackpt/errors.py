@@ -113,7 +113,7 @@ def join_truncated(
     separator: str = "; ",
     others: str = "more",
 ) -> str:
-    """Join the first ``limit`` items, and append the number of the others."""
+    """Join the first ``limit`` items, and append the number of the remaining items."""
     texts = [str(item) for item in items[:limit]]
     if len(items) > limit:
         texts.append(f"and {len(items) - limit} {others}")

@@ -72,7 +72,7 @@ class Operation:
     ranks: int = 1
     id: str = ""
     bytes: int = 0
-    """Of all ranks; set at the end."""
+    """Bytes of all ranks; set at the end."""
     problem: str | None = None
     """What the operation found wrong, if it reports that without an exception."""
 
@@ -104,7 +104,7 @@ class Stage:
 class Observer:
     """Base class of callbacks at the start and the end of stages, on the thread that works.
 
-    An exception that an observer raises is logged once per observer and changes nothing else.
+    An exception that an observer raises is logged once per observer, and has no further effect.
     """
 
     shows_progress = False
@@ -138,7 +138,7 @@ def add_observer(observer: Observer) -> None:
 
 
 def remove_observer(observer: Observer) -> None:
-    """Stop calling ``observer``; does nothing if it is not registered."""
+    """Stop calling ``observer``; no effect if it is not registered."""
     global _observers  # noqa: PLW0603
     with _lock:
         _observers = tuple(other for other in _observers if other is not observer)
@@ -174,7 +174,7 @@ def watching(callback: Callable[[Event], None]) -> Watch:
 
     The calls last until ``stop`` of the returned object, or until the end of a ``with`` block.
     The callback runs on the thread that works, which waits for it, so it should return soon.
-    What it raises is logged once and changes nothing.
+    Its exceptions are logged once, and have no further effect.
     """
     return Watch(callback)
 
@@ -223,7 +223,7 @@ def use(step: Stage) -> Iterator[None]:
 
 
 def finish(step: Stage, raised: BaseException | None = None) -> None:
-    """End a stage, successfully or with the exception ``raised``. A second call does nothing."""
+    """End a stage, successfully or with the exception ``raised``. A second call has no effect."""
     if step.ended:
         return
     running = step.operation
@@ -244,7 +244,7 @@ def finish(step: Stage, raised: BaseException | None = None) -> None:
             retries,
             running.rank,
         )
-    # One INFO line for an operation; its stages and the other ranks are details.
+    # One INFO line for an operation: on rank 0, at its end. All other events are details.
     level = logging.DEBUG
     if step.name == TOTAL and running.rank == 0:
         level = logging.INFO

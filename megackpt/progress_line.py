@@ -33,8 +33,8 @@ def progress(force: bool = False) -> Iterator[None]:
     """Show on stderr each save, load and verification that runs in the block.
 
     A line shows the stage, and the bytes that are done and to do. In a distributed job only rank 0
-    prints, and shows its own share of the bytes; all ranks may call this. If stderr is not a
-    terminal, nothing is printed, or with ``force`` one line at the end of each operation.
+    prints, and shows the bytes of rank 0; all ranks may call this. If stderr is not a terminal, no
+    line is printed, or with ``force`` one line at the end of each operation.
     """
     stream: TextIO | None = sys.stderr
     if not is_terminal(stream) and not (force and is_open(stream)):

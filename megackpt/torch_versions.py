@@ -23,8 +23,8 @@ def cutting_order(tensor: DTensor) -> tuple[int, ...] | None:
     """The dimensions of the mesh in the order in which they cut. None: strided shards imply it.
 
     torch 2.10 introduced orders. In 2.10 the order of a tensor with strided shards was decoded from
-    these, and replaces their factors. From 2.11 on such a tensor has one only if its strided shards
-    are cuts of their own.
+    the shards, and replaces their factors. From 2.11 on such a tensor has an order only if its
+    strided shards are separate cuts.
     """
     from torch.distributed.tensor.placement_types import _StridedShard
 

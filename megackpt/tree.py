@@ -36,7 +36,7 @@ def show(path: Path) -> str:
 def walk(
     tree: Any, *, empties: bool = False, above: Path = ()
 ) -> Iterator[tuple[Path, Any]]:
-    """(path, leaf) of every leaf, depth first, in the containers' own order.
+    """(path, leaf) of every leaf, depth first, in the order of the containers.
 
     With ``empties``, an empty container below the root counts as a leaf. ``above``: the path of
     ``tree`` itself.
@@ -142,8 +142,8 @@ def extract_matching_values(
 def merge(x1: Any, x2: Any, key: Path = ()) -> Any:
     """Merge ``x2`` into ``x1``, in place, and return ``x1``. ``key`` is their path, for errors.
 
-    Dicts are united, lists merged element by element. Raises ValueError for lists of different
-    length, and where one side has a leaf and the other any value.
+    Dicts are united, lists are merged element by element. Raises ValueError for lists of different
+    length, and for a leaf on one side with any value on the opposite side.
     """
     if isinstance(x1, dict) and isinstance(x2, dict):
         for k, value in x2.items():
@@ -210,7 +210,7 @@ def _differ(a: Any, b: Any) -> bool:
         if hasattr(unequal, "any"):
             unequal = unequal.any()
         return bool(unequal)
-    except Exception:  # noqa: BLE001 - the values' own code, which may raise anything
+    except Exception:  # noqa: BLE001 - the code of the values may raise anything
         return True  # e.g. tensors of two devices, or of a dtype without comparison
 
 

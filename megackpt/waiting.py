@@ -1,4 +1,4 @@
-"""One WARNING for each long wait, for other ranks or a storage, with what is waited for."""
+"""One WARNING for each long wait for other ranks or a storage, with the name of the cause."""
 
 from __future__ import annotations
 

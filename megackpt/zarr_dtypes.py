@@ -1,7 +1,7 @@
 """bfloat16 and float8 for zarr-python, after ``import megackpt.zarr_dtypes``. Knows no torch.
 
 Also entry points in the group ``zarr.data_type``, which zarr-python 3.4.2 loads, and 3.1.6 only
-collects. The names in both versions of zarr are those that tensorstore writes.
+collects. The names in both versions of zarr are the names that tensorstore writes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class _Float(ZDType[Any, Any], HasItemSize):
-    """A kind of floating-point numbers that ml_dtypes adds to numpy, under its name there."""
+    """A kind of floating-point numbers that ml_dtypes adds to numpy, under numpy's name."""
 
     dtype_cls: ClassVar[type[np.dtype[Any]]]
     _zarr_v3_name: ClassVar[str]

@@ -77,7 +77,7 @@ def stages(heard: list[Event], rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_stage_of_every_rank_is_told_with_its_bytes(
+def test_every_stage_of_every_rank_has_an_event_with_its_bytes(
     tmp_path: Path, name: str
 ) -> None:
     saved = told(lambda: save(tmp_path / "a", strategy=name))
@@ -158,7 +158,7 @@ def test_a_stage_that_fails_tells_why_and_where(tmp_path: Path) -> None:
         assert e.bytes == 0
 
 
-def test_a_plan_that_fails_is_told_by_the_coordinator(tmp_path: Path) -> None:
+def test_a_failed_plan_has_an_event_of_the_coordinator(tmp_path: Path) -> None:
     outcomes: list[Any] = []
     heard = told(lambda: outcomes.extend(save(tmp_path / "a", ranks=2, tp=4)))
     assert all(isinstance(outcome, CoverageError) for outcome in outcomes)
@@ -239,7 +239,7 @@ def test_callbacks_come_and_go(tmp_path: Path) -> None:
     assert len(first) == 2 * len(second)
 
 
-def test_where_nobody_listens_no_event_is_made(
+def test_without_observers_no_event_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "megackpt.events")
@@ -396,7 +396,7 @@ def test_a_line_that_cannot_be_printed_stops_no_save(
     assert megackpt.verify(tmp_path / "a").ok
 
 
-def test_an_error_without_a_text_is_told() -> None:
+def test_the_event_of_an_error_without_a_text() -> None:
     class Untold(Exception):
         def __str__(self) -> str:
             raise ValueError("it has no text")

@@ -75,7 +75,7 @@ def test_styles(
     assert run.itself is None
 
 
-def test_what_is_told_of_a_step(tmp_path: Path) -> None:
+def test_format_size_and_time_of_a_step(tmp_path: Path) -> None:
     run = made(tmp_path, GOLDEN, "iter_0000100")
     (step,) = run.steps
     files = [file for file in GOLDEN.rglob("*") if file.is_file()]
@@ -211,7 +211,7 @@ def test_links_are_trackers_too(tmp_path: Path, checkpoint: Path) -> None:
     }
 
 
-def test_a_checkpoint_is_told_to_be_one(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_single_checkpoint_is_recognised(tmp_path: Path, checkpoint: Path) -> None:
     run = list_run(checkpoint)
     assert run.itself is not None
     assert run.itself.format == "torch_dist"
@@ -229,7 +229,7 @@ def test_nothing(tmp_path: Path) -> None:
         list_run(tmp_path / "no")
 
 
-def test_what_is_no_directory_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+def test_files_and_fifos_are_not_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hi")
     os.mkfifo(tmp_path / "fifo")
     assert [list_run(tmp_path / name).itself for name in ("file", "fifo")] == [

@@ -273,7 +273,7 @@ def test_a_checkpoint_of_before_the_function_was_used_says_how_to_load_it(
     )
 
 
-def test_a_plain_target_is_told_of_the_function(
+def test_a_load_into_a_plain_state_dict_advises_sharded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     megackpt.save(megackpt.sharded({"weight": torch.ones(2)}), tmp_path / "c")

@@ -186,7 +186,7 @@ def one_rank_dies(directory: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_told_and_the_old_checkpoint_stands(
+def test_a_killed_rank_is_reported_and_the_old_checkpoint_remains(
     ranks: Any, tmp_path: Path
 ) -> None:
     finished = ranks(one_rank_dies, 3, tmp_path, timeout=90, check=False)

@@ -133,7 +133,7 @@ def test_a_compressed_chunk_without_digests_is_decoded(tmp_path: Path) -> None:
     assert not megackpt.verify(tmp_path).ok
 
 
-def test_classes_that_nobody_trusts_are_no_damage(tmp_path: Path, capsys: Any) -> None:
+def test_untrusted_classes_are_not_damage(tmp_path: Path, capsys: Any) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1))
         manager.save(2, state(2) | {"custom": (Custom(),)})

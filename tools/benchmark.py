@@ -149,7 +149,7 @@ def asked() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, root: Path, report: Report) -> None:
-    """All sections, one after the other."""
+    """All sections, in order."""
     absent = {name: why for name in options.peers if (why := missing(name))}
     report.notes += [f"{name} takes no part: {why}" for name, why in absent.items()]
     peers = [name for name in options.peers if name not in absent]
@@ -189,7 +189,7 @@ def together(
         large = Spec.large(options.gib * 2**30)
         many = max(round(MANY * options.gib), 64)
         course.large(large)
-        # What has a file for each tensor takes minutes here, and so do the peers: they have a race of a quarter.
+        # A format with a file for each tensor takes minutes here, and so do the peers: both race with a quarter.
         course.small(
             Spec.small(many), [name for name in options.formats if name != "zarr"], []
         )

@@ -1,4 +1,4 @@
-"""Saves from a CUDA device and loads into it, beside what the bus and the disk can do.
+"""Saves from a CUDA device and loads into it, compared with the limits of the bus and the disk.
 
     PYTHONPATH=. python3 tools/benchmark_device.py [--gib 4] [--tensors 64] [--to /dev/shm --to FOLDER] [--rounds 3]
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".compat"
 CONSTRAINTS = ROOT / ".constraints.txt"
 DEBIAN = "/usr/bin/python3.11"
-"""Python 3.11.2 on Debian 12: one of those that pickle members of enums as calls of getattr."""
+"""Python 3.11.2 on Debian 12: a release that pickles members of enums as calls of getattr."""
 
 
 class Pair(NamedTuple):
@@ -106,9 +106,9 @@ def interpreter(minor: str) -> str | None:
 
 
 def version_of(python: str) -> str:
-    """Such as 3.11.2; nothing if it does not run (pyenv leaves such commands on the PATH), or makes no venv."""
+    """Such as 3.11.2; empty if it does not run (pyenv leaves such commands on the PATH), or makes no venv."""
     try:
-        # Debian has ensurepip in a package of its own, python3-venv.
+        # Debian has ensurepip in a separate package, python3-venv.
         return answer(
             python, "import ensurepip, platform; print(platform.python_version())"
         )

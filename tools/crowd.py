@@ -3,7 +3,7 @@
     python tools/crowd.py --ranks 256           our control plane: connect, vote, plan and save
     python tools/crowd.py --ranks 256 --gloo    torch.distributed.new_group(backend="gloo") and a barrier
 
-The default group has torch's "fake" backend, which connects nothing: what is counted is ours alone.
+The default group has torch's "fake" backend, which makes no connections: only megackpt's are counted.
 """
 
 from __future__ import annotations
@@ -120,11 +120,11 @@ def rank_main(line: Connection, *args: Any) -> None:
 
 
 def crowd(size: int, gloo: bool) -> dict[str, Any]:
-    """The figures of one job of so many ranks."""
+    """The figures of one job of ``size`` ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1 << 16), hard))
     folder = tempfile.mkdtemp(prefix="crowd-")
-    gc.freeze()  # collections in the ranks must not copy what they share with this process
+    gc.freeze()  # collections in the ranks must not copy pages that they share with this process
     try:
         server = fork(serve)
         port = server.recv()

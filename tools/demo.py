@@ -192,7 +192,7 @@ def check_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -
 
 
 def check_loaded(leg: Leg, source: Path) -> None:
-    """What a leg held after loading (it saved that again at once) is what the source holds."""
+    """Check that a leg held the source's state after loading (the leg saved the state again at once)."""
     ours, theirs = (
         megackpt.load_plain_tensors(directory) for directory in (leg.resaved, source)
     )
@@ -401,7 +401,7 @@ def text_plot(
 
 
 def svg_plot(reference: Curve, legs: Sequence[Leg]) -> str:
-    """The same as a picture that needs nothing but a browser."""
+    """The same as a picture that needs only a browser."""
     width, height, left, top = 860, 420, 60, 50
     low, high = min(reference.values()) - 0.1, max(reference.values()) + 0.1
 

@@ -1,8 +1,8 @@
-"""Build what goes to a package index: a wheel and a source archive, with links that work there.
+"""Build the files for a package index: a wheel and a source archive, with links that work in the index.
 
     python tools/release.py https://example.org/OWNER/megackpt [--out dist]
 
-The README links to files beside it, by relative paths; an index shows the README alone. So the
+The README links to files of the repository, by relative paths; an index shows the README alone. So the
 packages are built of a copy of the tracked files in which these links lead to the repository, at the
 tag of the version, and in which the metadata names the repository.
 """

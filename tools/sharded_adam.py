@@ -11,9 +11,9 @@ from torch import nn
 
 
 class ShardedAdam(torch.optim.Adam):
-    """All parameters lie one after the other in a buffer, which ends in padding; each rank updates its own part of it.
+    """All parameters are consecutive in a buffer, which ends in padding; each rank updates one part of the buffer.
 
-    The parts know nothing of where parameters begin: most have the end of one, some whole ones, and the beginning of
+    Parts do not follow the bounds of parameters: most have the end of one, some whole ones, and the beginning of
     another. ``ranges``: number of a parameter -> which of its elements are in this rank's part, often none.
     """
 
@@ -55,7 +55,7 @@ class ShardedAdam(torch.optim.Adam):
             p.grad = None if set_to_none or p.grad is None else p.grad.zero_()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update this rank's part, by the gradients of the whole parameters; then fetch the other ranks' parts."""
+        """Update this rank's part, by the gradients of the whole parameters; then fetch all other parts."""
         shards = self.param_groups[0]["params"]
         for p, shard, part in zip(
             self.params, shards, self.ranges.values(), strict=True

@@ -6,7 +6,7 @@
                              [--load-tp 4 --load-pp 8 --load-dp 16] [--json]
     python tools/simulate.py --plot docs/scaling.png
 
-Plans, files and bytes are those that a real save of the same state has. No tensor is made, no file is read or written.
+Plans, files and bytes equal a real save of the same state. No tensor is made, no file is read or written.
 docs/scaling.md says what the figures mean.
 """
 

@@ -1,11 +1,11 @@
-"""Train and save on a few ranks, and draw what each did when: where training was blocked, and the background work.
+"""Train and save on a few ranks, and draw the time line of each: where training was blocked, and background work.
 
     python tools/timeline.py [--plot docs/async-timeline.png] [--ranks 2] [--mib 512] [--steps 22] [--every 11]
                              [--way sync --way threads --way process] [--dir FOLDER] [--spans FILE]
 
-Each rank trains for some steps, which wait for one another as those of data-parallel ranks do, and saves its share of
-``--mib`` MiB on the way: at once, in threads, or by a writer process. The times are those of the events of megackpt
-and of the calls into it. docs/async.md shows the picture.
+Each rank trains for some steps, which wait for one another like steps of data-parallel ranks, and saves its share of
+``--mib`` MiB on the way: at once, in threads, or by a writer process. The times come from the events of megackpt and
+from the calls into it. docs/async.md shows the picture.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PATIENCE = timedelta(minutes=5)
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank did for a while: a training step, a stage of a save; or it stood still in a call of megackpt."""
+    """One rank's work for a while: a training step, a stage of a save; or a wait in a call of megackpt."""
 
     way: str
     rank: int
@@ -150,7 +150,7 @@ class Trainer:
 
 
 def train(options: argparse.Namespace) -> None:
-    """What each rank runs: one way."""
+    """The program of each rank: one way."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.ranks))
     dist.init_process_group("gloo", timeout=PATIENCE)
     trainer = Trainer(options)
@@ -203,7 +203,7 @@ def measure(options: argparse.Namespace) -> list[Span]:
 
 
 def report(spans: Sequence[Span], way: str) -> str:
-    """One line: how long training stood still for each save, and the steps with and without one beside them."""
+    """One line: how long training stood still for each save, and the steps with and without a save at the same time."""
     spans = [span for span in spans if span.way == way]
     writes = [s for s in spans if s.what == "write"]
     steps = {

@@ -162,7 +162,7 @@ def declare_swiglu(
 ) -> ShardedTensorFactory:
     """x is my rows of W over my rows of V; the checkpoint has all rows of W over all rows of V.
 
-    So x is two pieces of one tensor, far apart, which a factory parts and joins; those of its moments, too.
+    So x is two distant pieces of one tensor, which a factory parts and joins. The same holds for its moments.
     """
 
     def build(key: str, x: Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
@@ -329,7 +329,7 @@ def read_text() -> Tensor:
 
 def batch_of(text: Tensor, position: int, config: Config) -> Tensor:
     """The run's sequences from number ``position`` on, (batch, context + 1); on all ranks, so that their random
-    generators stay alike: one saved state serves them all.
+    generators stay equal: one saved state serves them all.
     """
     length = config.context + 1
     windows = [

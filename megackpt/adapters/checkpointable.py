@@ -58,7 +58,9 @@ class FilledFactory(ShardedTensorFactory):
     merge_fn: FactoryMergeFn = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.merge_fn = self._filled  # not a lambda: a deep copy returns its own data
+        self.merge_fn = (
+            self._filled
+        )  # not a lambda: a deep copy returns the data of the copy
 
     def _filled(self, _: Any) -> Any:
         return self.data
@@ -67,8 +69,8 @@ class FilledFactory(ShardedTensorFactory):
 def declare_checkpointable(key: str, shard: Any) -> FilledFactory:
     """A shard by protocol, stored as its chunks.
 
-    The declaration of a parameter may be used for its optimizer's state: ``shard`` then names
-    the chunks of tensors that do not name their own.
+    The declaration of a parameter may be used for its optimizer's state: ``shard`` then names the
+    chunks of tensors that do not name chunks.
     """
     return FilledFactory(key, shard, partial(_build, shard), UNNUMBERED)
 
@@ -97,7 +99,7 @@ def _build(shard: Any, key: str, data: Any, replica_id: ReplicaId, *_: Any) -> A
                 "names its own chunks: of these only state of the parameter's shape is "
                 "declared)"
             )
-        # A view without the fields, which are those of the whole local tensor.
+        # A view without the fields, which describe the whole local tensor.
         view = chunk.data.detach()
         local_shape = tuple(view.shape)
         replica = replica_id
@@ -120,9 +122,9 @@ def has_methods(value: Any) -> bool:
 def pieces_by_fields(
     key: str, named: torch.Tensor
 ) -> tuple[Shape, list[tuple[Shape, Shape, Shape]]]:
-    """The global shape; and of each piece the offset there, the local offset, and the size.
+    """The global shape; and for each piece its global offset, its local offset, and its size.
 
-    ShardingError unless all fields are there, with as many pieces in each.
+    ShardingError unless all fields exist and list the same number of pieces.
     """
     lacking = [name for name in SHARD_FIELDS if not hasattr(named, name)]
     if lacking:
@@ -217,7 +219,7 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
             (_ints(chunk.offsets), _ints(chunk.sizes))
             for chunk in value.__create_chunk_list__()
         ]
-    except Exception as error:  # the object's own code may raise anything
+    except Exception as error:  # the code of the object may raise anything
         raise ShardingError(
             f"{kind} does not name its chunks as torch DCP's planner asks for them: "
             f"{type(error).__name__}: {error}"
@@ -244,7 +246,7 @@ def _chunks_by_methods(key: str, value: Any) -> tuple[Shape, list[_Chunk]]:
             place = written[offset, size].index
         try:
             data = value.__get_tensor_shard__(place)
-        except Exception as error:  # the object's own code may raise anything
+        except Exception as error:  # the code of the object may raise anything
             raise ShardingError(
                 f"{kind} does not give its chunk at {offset}: {type(error).__name__}: {error}"
             ) from error

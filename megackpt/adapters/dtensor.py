@@ -1,7 +1,7 @@
 """DTensors (FSDP2, HSDP, tensor parallelism) as shards, by their mesh and placements.
 
-Shards by other protocols of torch DCP are in ``checkpointable``. Nothing here communicates. Keys
-are those of torch DCP: names joined by ".".
+Shards by other protocols of torch DCP are in ``checkpointable``. No function here communicates.
+Keys have the form of torch DCP: names joined by ".".
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Cut = tuple[int, int]
 """Dimension of the mesh, and factor of its strided shard (1: a plain shard)."""
 
 thread_rank: ContextVar[tuple[int, int] | None] = ContextVar("rank", default=None)
-"""Rank and number of ranks, where ranks are threads; None: those of torch.distributed."""
+"""Rank and number of ranks, where ranks are threads; None: torch.distributed has both."""
 
 DECLARED = (ShardedBase, LocalNonpersistentObject)
 Replicated = Literal["nothing", "tensors", "all"]
@@ -60,17 +60,17 @@ def sharded(
 ) -> ShardedStateDict:
     """Declare the tensors of any state dict for ``save`` and ``load``.
 
-    ``state_dict`` is a module's, an optimizer's, or that of torch's ``get_state_dict``, nested as
-    you like. DTensors (FSDP2, HSDP, tensor parallelism) become the shards that this rank holds.
-    Plain tensors become replicas that all ranks hold and one of them writes. Other values are
-    common state. The state dict is not changed, and no data is copied.
-    Keys are those of torch DCP: the names on the way to a tensor, joined by ".". Not collective.
+    ``state_dict`` is a module's, an optimizer's, or the result of torch's ``get_state_dict``,
+    nested at will. DTensors (FSDP2, HSDP, tensor parallelism) become the shards that this rank
+    holds. Plain tensors become replicas that all ranks hold and one of them writes. Other values
+    are common state. The state dict is not changed, and no data is copied. Keys have the form of
+    torch DCP: the names on the way to a tensor, joined by ".". Not collective.
 
     Tensors and objects that torch DCP takes for shards by protocol are declared as shards, too:
     plain tensors with ``global_shape``, ``global_offsets``, ``local_offsets`` and ``local_sizes``
     (torch 2.15's CheckpointableTensor), and objects with ``__create_write_items__``,
-    ``__create_chunk_list__`` and ``__get_tensor_shard__``. Of equal chunks of several ranks one is
-    stored.
+    ``__create_chunk_list__`` and ``__get_tensor_shard__``. If several ranks have equal chunks, one
+    chunk is stored.
 
     ``load`` fills the tensors of the state dict in place, on their device, and returns a state dict
     of the same tensors, with the common state as it was stored. Give that to
@@ -83,10 +83,11 @@ def sharded(
             declared. A PerRank is a value of each rank. Existing declarations, such as a
             ShardedTensor, stay.
         prefix: put before every key.
-        replicated: which values that are not sharded are stored under a key of their own, by one of
-            the ranks that hold them. "tensors": tensors, except tensors without dimensions in lists
-            and in ``param_groups``; the rest is common state, and rank 0's is stored. "all": as in
-            torch DCP, so that DCP finds every key that it would have written. "nothing".
+        replicated: which unsharded values are stored under a separate key, by one of the ranks that
+            hold them. "tensors": tensors, except tensors without dimensions in lists and in
+            ``param_groups``; all other values are common state, which rank 0 stores. "all": the
+            values that torch DCP would store, so that DCP finds every key that it would have
+            written. "nothing".
         among: the ranks (of the world) that hold this state, or their mesh; None = all ranks. For
             a pipeline, the ranks of this stage; for a part on a mesh without rank 0, that mesh;
             for a save with ``process_group=``, the ranks of that group.
@@ -119,7 +120,7 @@ def sharded(
         )
     replica, holders = holders_of(among)
     result: ShardedStateDict = tree.copied(state_dict)
-    # Several meshes may hold the same state: that of the first holder has replica 0.
+    # Several meshes may hold the same state: the mesh of the first holder has replica 0.
     mesh_replica: dict[DeviceMesh, int] = {}
     todo: list[tuple[str, Any, bool]] = [(prefix, result, False)]
     while todo:
@@ -164,7 +165,7 @@ def sharded(
 def holders_of(among: DeviceMesh | Iterable[int] | None) -> tuple[int, list[int]]:
     """This rank's number among the ranks that hold the state, and these ranks, in order.
 
-    The number of any other rank is that of the holders.
+    A rank that does not hold the state gets the number of holders.
     """
     rank, world = 0, 1
     if (thread := thread_rank.get()) is not None:
@@ -286,11 +287,11 @@ def runs(
 ) -> list[list[Run]]:
     """For each axis of a tensor the runs of indices held by the rank at ``place`` of the mesh.
 
-    The layout is torch's. The dimensions of the mesh cut one after the other, in ``order``, what
-    those before have left, into pieces of equal size, with a smaller piece and empty ones at the
-    end. A strided shard is one piece of each of ``split_factor`` such pieces. torch makes two
-    layouts with strided shards (``_fsdp2_cuts``); the shape ``local`` of the local tensor shows
-    which one it is. FSDP2's is taken where both fit.
+    The layout is torch's. The dimensions of the mesh cut the axis one by one, in ``order``. Each
+    dimension cuts the pieces of the dimension before it into pieces of equal size, with a smaller
+    piece and empty pieces at the end. A strided shard is one piece of each of ``split_factor`` such
+    pieces. torch makes two layouts with strided shards (``_fsdp2_cuts``); the shape ``local`` of
+    the local tensor shows which one it is. FSDP2's is taken where both fit.
 
     Raises ShardingError for placements without a layout, and, on some ranks at least, where the
     local shapes of all ranks fit both layouts.
@@ -343,9 +344,9 @@ def runs(
 def _fsdp2_cuts(parts: tuple[Cut, ...], mesh: Shape) -> tuple[Cut, ...]:
     """The same cuts in the order that torch reads from their factors.
 
-    A factor is the number of pieces into which others have cut before. FSDP2, ``redistribute`` and
+    A factor is the number of pieces that earlier cuts have made. FSDP2, ``redistribute`` and
     ``full_tensor`` mean this order; ``distribute_tensor`` cuts from left to right. With pieces of
-    equal size both are the same. Any other factor is a cut of its own.
+    equal size both orders give the same layout. Any other factor is a separate cut.
     """
     order: list[Cut] = []
     for dim, factor in reversed(parts):
@@ -359,7 +360,7 @@ def _fsdp2_cuts(parts: tuple[Cut, ...], mesh: Shape) -> tuple[Cut, ...]:
 
 
 def _is_fsdp2(cuts: tuple[Cut, ...]) -> bool:
-    """Whether all but the last go from left to right: FSDP2's own cut is the last."""
+    """Whether all cuts but the last go from left to right: FSDP2 cuts last."""
     others = list(cuts[:-1])
     return all(factor == 1 for _, factor in cuts) and others == sorted(others)
 
@@ -373,7 +374,7 @@ def _same_lengths(
     """Whether both layouts have equal lengths: on a rank with other indices; on all ranks."""
     fsdp2_parts = _fsdp2_cuts(parts, mesh)
     cutting = {dim for dim, _ in parts}
-    # Along the other dimensions of the mesh nothing changes.
+    # Dimensions of the mesh that do not cut the axis need only one index.
     ranges = [range(n if dim in cutting else 1) for dim, n in enumerate(mesh)]
     some_equal = False
     all_equal = True
@@ -393,10 +394,11 @@ def _held(
     mesh: Shape,
     place: Shape,
 ) -> list[Run]:
-    """What these cuts, one after the other, leave of an axis at one place of the mesh."""
+    """The part of an axis that these cuts, one by one, leave at one place of the mesh."""
     held = [(0, size)]
     for dim, factor in parts:
-        # Of the indices held, one of mesh[dim] pieces of each of ``factor`` pieces.
+        # The held indices are cut into ``factor`` pieces, and each of these into mesh[dim]. One
+        # stays.
         count = mesh[dim]
         number = place[dim]
         left = _length(held)

@@ -38,7 +38,7 @@ def make_flat_range_shards(
 ) -> list[ShardedTensor]:
     """Declare ``data``, elements ``flat_range`` of a tensor like ``param``.
 
-    The key is ``{prefix}.{key of param}``. ``data`` is 1-dim; the elements are those of the local
+    The key is ``{prefix}.{key of param}``. ``data`` is 1-dim; it has elements of the local
     parameter in C order. The shards' data are views of ``data``, which a load fills in place. An
     empty range has no shards. A parameter behind a factory is cut where the factory cuts it.
 
@@ -86,7 +86,7 @@ def declare_flat_range(
 
     An empty range is declared as empty boxes, so that a save notices a parameter without elements
     on any rank (except one without dimensions, which has no empty boxes). ``main``: no other
-    data-parallel rank has the range, as in ``make_flat_range_shards``.
+    data-parallel rank has the range; see ``make_flat_range_shards``.
     """
 
     def build(key: str, data: Any, replica_id: ReplicaId, *_: Any) -> list[Any]:
@@ -216,7 +216,7 @@ def _stretches(param: ShardedParam) -> Iterator[tuple[ShardedTensor, int, int, i
     if isinstance(param, ShardedTensor):
         yield param, 0, 0, math.prod(param.local_shape)
         return
-    # The factory is a function: find out what it does by giving it a tensor without data.
+    # The factory is a function: a call with a tensor without data shows its effect.
     blank = torch.empty(param_shape(param), dtype=param.data.dtype, device="meta")
     pieces = built_tensors(replace(param, data=blank))
     storage = blank.untyped_storage()._cdata
@@ -253,7 +253,7 @@ def _check_count(key: str, count: int) -> None:
 
 
 def _trailing_row(view: torch.Tensor) -> tuple[int, int]:
-    """How many axes precede those that are contiguous together; and the length of these."""
+    """The number of axes before the contiguous trailing axes, and the length of the latter."""
     if not view.numel():
         return 0, 0
     axes = view.dim()

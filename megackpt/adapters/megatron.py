@@ -1,4 +1,4 @@
-"""Megatron-Core's own declarations, converted to ours. Megatron is not imported.
+"""Megatron-Core's declarations, converted to megackpt's. Megatron is not imported.
 
 Its classes are recognised by name, so copies of Megatron under another root work, too. Sources:
 ``dist_checkpointing/mapping.py`` of 0.12.3 and 0.16.1.
@@ -34,11 +34,12 @@ _OURS: dict[str, Any] = {
 
 
 def from_megatron(leaf: Any) -> Any:
-    """One of Megatron's declarations as ours, of the same data. Other leaves stay as they are.
+    """Convert one of Megatron's declarations to ours. Other leaves stay as they are.
 
-    What a factory builds is converted when it is built. A flattened tensor, as optimizers declare
-    up to 0.15, becomes a factory of the boxes that it fills.
-    Raises ShardingError for a class that lacks fields which ours needs, and for impossible ranges.
+    The shards of a factory are converted when it builds them. A flattened tensor, which optimizers
+    declare up to 0.15, becomes a factory of the boxes that it fills.
+    Raises ShardingError for a class that lacks fields which our class needs, and for impossible
+    ranges.
     """
     kind: Any = type(leaf)
     convert = _converter(kind)
@@ -81,7 +82,7 @@ def _converter(kind: type) -> Callable[[Any], Any] | None:
 
 
 def _build_fn(factory: Any) -> Callable[..., Any]:
-    """A ``build_fn`` for our factory. It calls ``build`` of theirs, which a class may override."""
+    """A ``build_fn`` for our factory. It calls Megatron's ``build``, which a class may override."""
 
     def build(
         key: str,
@@ -99,7 +100,7 @@ def _build_fn(factory: Any) -> Callable[..., Any]:
 
 
 def _common_fields(theirs: type, ours: type) -> list[str]:
-    """The fields that both classes have. Warns once of fields that only theirs has."""
+    """The fields that both classes have. Warns once of fields that only Megatron's class has."""
     name = f"{theirs.__module__}.{theirs.__name__}"
     there = getattr(theirs, "__dataclass_fields__", {})
     here = fields(ours)

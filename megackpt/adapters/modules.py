@@ -132,7 +132,7 @@ def _place(
 ) -> tuple[int, int]:
     """This rank's number in its group of a kind ("tp" or "dp_cp"), and the group's size.
 
-    ``other``: the other group that was given; a layout serves for both.
+    ``other``: the group of the second kind; a layout serves for both.
     """
     if group is None and isinstance(other, ParallelLayout):
         group = other
@@ -200,8 +200,8 @@ def make_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """A tensor that every tensor-parallel rank holds whole.
 
-    The default replica id is (0, tensor-parallel rank, data-parallel rank). Other arguments are
-    those of ``make_tp_sharded_tensor_for_checkpoint``.
+    The default replica id is (0, tensor-parallel rank, data-parallel rank). See
+    ``make_tp_sharded_tensor_for_checkpoint`` for the arguments.
     """
     if replica_id is None:
         replica_id = _replica_of_copy(key, tp_group, dp_cp_group)
@@ -264,9 +264,9 @@ def make_sharded_tensors_for_checkpoint(
 ) -> ShardedStateDict:
     """Declare the entries of a module's ``state_dict(keep_vars=True)``, by key.
 
-    Entries in ``tensor_parallel_layers_axis_map`` are sharded along the axis given there; others
-    are replicated. Entries whose name ends in ``extra_state_suffix`` become ShardedObjects.
-    ``sharded_offsets``: the axes to prepend to each.
+    Entries in ``tensor_parallel_layers_axis_map`` are sharded along the axis given there; all
+    remaining entries are replicated. Entries whose name ends in ``extra_state_suffix`` become
+    ShardedObjects. ``sharded_offsets``: the axes to prepend to each.
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
@@ -297,7 +297,7 @@ def sharded_state_dict_default(
 ) -> ShardedStateDict:
     """``module.sharded_state_dict(prefix, sharded_offsets, metadata)``, or a default.
 
-    By default the module's own parameters and buffers are replicated, and its children are
+    By default the module's direct parameters and buffers are replicated, and its children are
     declared one by one, so a container (nn.Sequential) of tensor-parallel layers is declared
     right. The data-parallel group is ``metadata["dp_cp_group"]``.
     """
@@ -336,7 +336,7 @@ def sharded_state_dict_default(
 
 
 def _rename(sharded_state_dict: Any, new_key: Callable[[str], str]) -> None:
-    """Set ``new_key(key)`` as key of each ShardedBase once, also of Megatron's own."""
+    """Set ``new_key(key)`` as key of each ShardedBase once, also of Megatron's class."""
     found = {}
     for leaf in tree.nested_values(sharded_state_dict):
         if is_declared(leaf, ShardedBase):

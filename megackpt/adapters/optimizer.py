@@ -3,7 +3,7 @@
 State is stored under the key of the model's parameter, such as
 ``optimizer.state.exp_avg.decoder.layers.mlp.weight``, not under the optimizer's numbers, which
 depend on the parameters that a rank holds. The keys are the same if ranks have flat ranges of
-parameters (ZeRO-1). Names are those of Megatron-Core's ``dist_checkpointing.optimizer``.
+parameters (ZeRO-1). Functions have the names of Megatron-Core's ``dist_checkpointing.optimizer``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ def get_param_id_to_sharded_param_map(
     Parameters are matched by identity: the ``data`` of the declarations must be the parameters
     themselves (see KEEP_VARS_HINT). Declarations of other parameters are left out. If the
     optimizer's parameters are flat pieces of the model's, pass for each the model's parameter; one
-    may occur repeatedly. Of several declarations of one parameter (tied weights) the one with the
-    smallest replica id counts, which is the same one on all data-parallel ranks, or the first.
+    may occur repeatedly. A parameter may have several declarations (tied weights). The declaration
+    with the smallest replica id counts, which is the same one on all data-parallel ranks. Among
+    equal ids the first one counts.
     """
     params = list(optim_params_iter)
     declared: dict[int, ShardedParam] = {}
@@ -138,11 +139,11 @@ def optim_state_to_sharding_state(
 
     Other state (Adam's ``step``, a number or a 0-dim tensor) belongs to the whole parameter. It is
     stored once, and must be equal on all ranks that hold the parameter, as any of them may write
-    it. It is not common state, because of that only rank 0's is kept, and pipeline stages hold
-    different parameters. A parameter with prepended axes has one such value for each index along
-    these axes, and a parameter behind a factory one for each tensor that the factory builds. If
-    these differ in the checkpoint, a load takes the largest ``step``, with a warning, and raises
-    MismatchError for other state.
+    it. It is not common state, because a save stores only rank 0's common state, and pipeline
+    stages hold different parameters. A parameter with prepended axes has one such value for each
+    index along these axes, and a parameter behind a factory one for each tensor that the factory
+    builds. If these differ in the checkpoint, a load takes the largest ``step``, with a warning,
+    and raises MismatchError for other state.
 
     ``param_groups`` are common state, without their lists of parameters. A load matches them by
     their ``name``, or the hyperparameters by which Megatron-Core makes its groups. If these are
@@ -157,8 +158,8 @@ def optim_state_to_sharding_state(
         exclude_keys: names of state to leave out.
         flat_ranges: number of a parameter -> the elements of the declared parameter that this
             rank's optimizer has, if its parameters are flat (1-dim) pieces of the model's (ZeRO-1).
-            State of a range's length is declared as by ``make_flat_range_shards``, under the same
-            keys; a ``step`` of one element belongs to the whole parameter.
+            ``make_flat_range_shards`` declares state of a range's length, under the same keys; a
+            ``step`` of one element belongs to the whole parameter.
 
     Raises:
         ValueError: a parameter is not in ``id_to_sharded_param_map``.
@@ -274,7 +275,7 @@ def _declare_of_whole(
                 chosen[place] = piece
         declared = []
         for piece in chosen.values():
-            # Each is loaded into memory of its own.
+            # Each piece is loaded into separate memory.
             own = data
             if isinstance(data, torch.Tensor):
                 own = data.clone()

@@ -1,7 +1,7 @@
 """An optimizer's parameter groups: matched on load by identity, not by position.
 
-A checkpoint holds them as a list of hyperparameters in the common state, as Megatron-Core's do.
-The lists of parameters are not stored: each rank keeps its own.
+A checkpoint holds them as a list of hyperparameters in the common state, like Megatron-Core's
+checkpoints. The lists of parameters are not stored: each rank keeps its list.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IDENTIFYING = (
 )
 """Hyperparameters that identify a group: a name given by the user, and what Megatron groups by."""
 
-_LOCAL = ("params", "param_names")  # each rank's own
+_LOCAL = ("params", "param_names")  # local to each rank
 _LONGEST_TEXT = 200
 """Characters. Longer texts of values are compared by a digest."""
 
@@ -127,7 +127,7 @@ class GroupsFactory(ShardedTensorFactory):
         return result
 
     def _find(self, group: Group, stored: list[Group]) -> list[int]:
-        """The stored groups, all alike, that became this one. None for a group without numbers."""
+        """The stored groups, all equal, that became this one. None for a group without numbers."""
         if len(self.data) == len(stored) == 1:
             return [0]
         found = []
@@ -246,14 +246,14 @@ def held_groups(
 
 
 def _text(value: Any) -> str:
-    """Equal for equal values on any rank and device, and different for others.
+    """Text that is the same for equal values on any rank and device, and different otherwise.
 
     Values that cannot be pickled are compared by their type.
     """
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         try:
             plain = value.tolist()
-        except Exception:  # noqa: BLE001 - tensors without elements of their own raise anything
+        except Exception:  # noqa: BLE001 - tensors without plain elements raise anything
             plain = value
         if type(plain) is not type(value):
             return _text(plain)
@@ -269,7 +269,7 @@ def _text(value: Any) -> str:
     if isinstance(value, (bool, int, float)):
         return repr(float(value))
     if isinstance(value, torch.device):
-        return value.type  # The index is each rank's own.
+        return value.type  # The index depends on the rank.
     if value is None or isinstance(value, str):
         return repr(value)
     buffer = io.BytesIO()
@@ -277,7 +277,7 @@ def _text(value: Any) -> str:
     pickler.fast = True  # Without a memo, shared and equal objects look the same.
     try:
         pickler.dump(value)
-    except Exception:  # noqa: BLE001 - the value's own code may raise anything
+    except Exception:  # noqa: BLE001 - the code of the value may raise anything
         return type(value).__name__
     return f"{type(value).__name__} {_digest(buffer.getvalue())}"
 

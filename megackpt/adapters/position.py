@@ -1,7 +1,7 @@
 """A run's position in a map-style dataset: one number, valid for any number of data-parallel ranks.
 
-The number is how many samples all ranks together have trained on.
-The order of an epoch is our own arithmetic, so no release of torch or numpy can change it.
+The number is how many samples all ranks together have trained on. This module computes the order of
+an epoch itself, so no release of torch or numpy can change it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megackpt.errors import MismatchError, ShardingError
 
 _ROUNDS = 6
-"""Of the cipher that shuffles."""
+"""Rounds of the cipher that shuffles."""
 _STRIDE = 0x9E3779B97F4A7C15
 """Odd and without a pattern, so neighbouring numbers become distant keys."""
 
@@ -135,7 +135,7 @@ def _shuffle(
     """The sample at each place of its epoch: a permutation of ``range(samples)``.
 
     A Feistel cipher permutes the numbers of an even count of bits. A result beyond the samples is
-    encrypted again until it is below: the cycle of the permutation leads back there.
+    encrypted again until it is below: the cycle of the permutation leads back below it.
     """
     half = np.uint64(((samples - 1).bit_length() + 1) // 2)
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -18,7 +18,7 @@ from megackpt.storage.kernel import is_runnable
 
 
 class ProcessWorker(Worker):
-    """Performs tasks one after the other in one process.
+    """Performs tasks one by one in one process.
 
     Work and results must be picklable. The first task starts the process, and the first one after
     its death starts another. Do not change the work between ``start`` and its outcome.
@@ -43,7 +43,7 @@ class ProcessWorker(Worker):
     def stop(
         self, task: Task[Any], reason: CheckpointingException | None = None
     ) -> None:
-        """Give up a task. Its process is killed; what it has written is no checkpoint."""
+        """Give up a task. Its process is killed; the task's files do not become a checkpoint."""
         error = task.cancel(reason)
         dispatcher = self._dispatcher
         if task.started and dispatcher is not None and dispatcher.kill_process_of(task):

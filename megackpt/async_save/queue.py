@@ -26,7 +26,7 @@ from megackpt.errors import CheckpointingException, RankLost, StorageError
 logger = logging.getLogger("megackpt.async_calls")
 
 ENDED = 1000
-"""The progress, in thousandths, of a task that has ended, and of no other."""
+"""The progress, in thousandths, that only an ended task has."""
 _RANKS = 1 << 32
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 """Seconds between two votes of a blocking call."""
@@ -38,8 +38,8 @@ _unfinished: set[AsyncCallsQueue] = set()
 class FailurePolicy:
     """Decides whether a failed save is raised. All ranks see the same errors, so they agree.
 
-    ``failed`` counts all saves that failed. ValueError for wrong arguments, which are those of
-    ``AsyncCallsQueue``.
+    ``failed`` counts all saves that failed. It has arguments of ``AsyncCallsQueue``. Raises
+    ValueError for wrong ones.
     """
 
     def __init__(self, on_error: str, max_failures: int) -> None:
@@ -56,7 +56,7 @@ class FailurePolicy:
     def tolerates(self, error: BaseException, what: str, is_coordinator: bool) -> bool:
         """Count a failed save, and log it on rank 0. False if its error has to be raised.
 
-        That of lost ranks is raised always: the others cannot continue without them.
+        The error of lost ranks (RankLost) is raised always: no rank can continue without them.
         """
         ours = isinstance(error, CheckpointingException)
         if not ours or isinstance(error, (Busy, RankLost)):
@@ -125,21 +125,21 @@ class _Call:
 
 
 class AsyncCallsQueue:
-    """Asynchronous saves: schedule, finalize regularly, close at the end; alike on all ranks.
+    """Asynchronous saves: schedule, finalize regularly, close at the end, all on all ranks.
 
     Args:
         persistent: a writer process of low priority, started once, does the work; else threads of
             this process.
-        process_group: the ranks of requests that do not know theirs (None: the default process
+        process_group: the ranks of requests that do not know their ranks (None: the default process
             group).
         timeout: how long a worker may go without progress before it is given up. A function of the
-            caller's own reports no progress, so this bounds its time.
+            caller reports no progress, so this bounds its time.
         on_error: "raise" the error of a failed save on all ranks, or "warn": log it as an ERROR on
             rank 0 and continue. RankLost is raised always.
-        max_failures: with "warn", so many failures in a row raise the last error.
-        staging_bytes: make staging memory of so many bytes ready in a thread, so that the first
-            save does not wait for new pages: what this rank saves, which is its part of the
-            tensors, and of replicas its share.
+        max_failures: with "warn", this number of failures in a row raises the last error.
+        staging_bytes: make staging memory of this size ready in a thread, so that the first save
+            does not wait for new pages. It is the size of this rank's save: its part of the
+            tensors, and its share of replicas.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class AsyncCallsQueue:
         self._calls: deque[_Call] = deque()
         self._index = -1
         self._worker: Worker | None = None
-        # Reentrant: a signal handler may call methods during others.
+        # Reentrant: a signal handler may call a method during another.
         self._lock = threading.RLock()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
         """Start the task of a request; returns its number (0, 1, 2, ...). Call it on all ranks."""
         with self._exclusive(), _given_up_if_interrupted(async_request):
-            request = AsyncRequest(*async_request).freeze()  # also Megatron's own
+            request = AsyncRequest(*async_request).freeze()  # also Megatron's requests
             pending = request.prepare(self._process_group)
             self._index += 1
             call = _Call(self._index, request, pending)
@@ -194,8 +194,8 @@ class AsyncCallsQueue:
         """Finalize, in order, the requests whose tasks all ranks have ended; returns their numbers.
 
         Collective: one small vote for each of them, and one for the first unfinished one.
-        ``blocking``: wait for all. ``no_dist``: check the task of this rank only, for callers who
-        know about the others.
+        ``blocking``: wait for all. ``no_dist``: check only the task of this rank, for callers who
+        know the state of other ranks.
 
         Raises, on all ranks, the error of a request on any rank (see ``on_error``). That request
         has ended then; the next call continues with the next one. After RankLost all requests have
@@ -223,8 +223,8 @@ class AsyncCallsQueue:
                         finalized.append(call.index)
                         callers.append(error)
                     elif isinstance(error, RankLost):
-                        # Those scheduled before were started over the same ranks. Of a later one,
-                        # the other ranks may be in the vote already.
+                        # Calls scheduled before have started over the same ranks. Other ranks may
+                        # already be in the vote on a later call.
                         since = math.inf if group is None else group.lost_at
                         for call in [c for c in self._calls if c.scheduled < since]:
                             error.add_note(f"{call.task.name} is given up as well")
@@ -246,9 +246,9 @@ class AsyncCallsQueue:
 
     @contextmanager
     def _ended_if_interrupted(self, callers: list[BaseException]) -> Iterator[None]:
-        """After an exception that is this rank's alone, the others do not wait for its votes.
+        """After an exception of this rank alone, no other rank waits for its votes.
 
-        ``callers``: exceptions of the caller's finalize functions, after which it goes on.
+        ``callers``: exceptions of the caller's finalize functions. The queue continues after these.
         """
         try:
             yield
@@ -260,7 +260,7 @@ class AsyncCallsQueue:
 
     @staticmethod
     def warmup_persistent_caller(*_: Any, **__: Any) -> None:
-        """Megatron-Core's name. Does nothing: a worker process starts with the first save, fast."""
+        """Megatron-Core's name. No effect: a worker process starts with the first save, fast."""
 
     def get_num_unfinalized_calls(self) -> int:
         """The number of unfinalized requests."""
@@ -269,7 +269,7 @@ class AsyncCallsQueue:
     def status(self) -> str:
         """One line a request, such as "iter_300: writing, 41 %, waiting for rank 3 (12 %)".
 
-        The progress of other ranks is that of the last vote. Not collective; may be called on any
+        The progress of other ranks comes from the last vote. Not collective; may be called on any
         thread.
         """
         return "\n".join(map(str, tuple(self._calls))) or "nothing is being saved"
@@ -289,7 +289,7 @@ class AsyncCallsQueue:
                 self.maybe_finalize_async_calls(blocking=True)
             except Busy as error:
                 raise error from failed
-            except Exception as error:  # noqa: BLE001 - raised below, after the other requests
+            except Exception as error:  # noqa: BLE001 - raised below, after all requests
                 failed = failed or error
             except BaseException:
                 self._end()
@@ -385,7 +385,7 @@ class AsyncCallsQueue:
         return progress == ENDED
 
     def _remove(self, call: _Call) -> bool:
-        """Remove a request. Whether it was there."""
+        """Remove a request. Returns whether it was in the queue."""
         try:
             self._calls.remove(call)
         except ValueError:
@@ -397,13 +397,13 @@ class AsyncCallsQueue:
         return True
 
     def _give_up(self, call: _Call) -> bool:
-        """Whether the request was still there."""
+        """Remove a request and stop its task. Returns whether it was still in the queue."""
         if not self._remove(call):
             return False
         try:
             self._get_worker().stop(call.task)
             call.pending.give_up()
-        except Exception:  # continue with the others
+        except Exception:  # continue with the next one
             logger.exception(
                 "%s is given up, but its files were not removed: the next save does that",
                 call.task.name,
@@ -413,7 +413,7 @@ class AsyncCallsQueue:
 
 @contextmanager
 def _given_up_if_interrupted(request: AsyncRequest) -> Iterator[None]:
-    """Other ranks may have scheduled a request of which this rank raises."""
+    """Give up a request on an error: other ranks may have scheduled the request."""
     try:
         yield
     except BaseException:
@@ -431,7 +431,7 @@ def _end_of_process() -> None:
             queue.status(),
         )
         queue.close(abort=True)
-    # Python waits for the threads of pools, also for those of a daemon whose disk hangs.
+    # Python waits for the threads of pools, also for daemon threads whose disk hangs.
     threads = getattr(concurrent.futures.thread, "_threads_queues", {})
     for thread in list(threads):
         if thread.daemon and thread.name.startswith("megackpt-"):

@@ -104,7 +104,7 @@ class AsyncRequest(NamedTuple):
             self.async_fn.hold()
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Call ``fn`` after the other finalize functions.
+        """Call ``fn`` after the earlier finalize functions.
 
         Raises RuntimeError if the request is frozen, or the save is scheduled.
         """
@@ -160,8 +160,8 @@ class AsyncRequest(NamedTuple):
     def finalize(self, pending: Pending) -> None:
         """The last stage, collective: an error of any rank's task is raised on all.
 
-        Without one, all finalize functions are called, and the first error of theirs is raised
-        after that.
+        Without such an error, all finalize functions are called, and then the first error of a
+        function is raised.
         """
         if pending.conclude not in self.finalize_fns:
             pending.conclude()

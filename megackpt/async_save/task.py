@@ -41,8 +41,9 @@ class Task(Progress, Generic[T]):
         timeout: timedelta | None = None,
         place: str = "",
     ) -> None:
-        """``timeout``: of the save. ``run`` gives up work that makes no progress for nearly as
-        long.
+        """``timeout``: the timeout of the save.
+
+        ``run`` gives up work that makes no progress for nearly as long.
         """
         super().__init__(name, todo, on_progress)
         self.work = work
@@ -64,7 +65,8 @@ class Task(Progress, Generic[T]):
     def run(self) -> None:
         """Perform the work, or wait for the thread that does. Errors become the outcome.
 
-        With a timeout, a thread of its own performs it, and this one leaves it when a disk hangs.
+        With a timeout, a separate thread performs the work, and this thread leaves it when a disk
+        hangs.
         """
         with closing(Executor(self._timeout, self)) as executor:
             try:
@@ -117,7 +119,7 @@ class Task(Progress, Generic[T]):
         callback(self.outcome)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the outcome, at most so many seconds. Returns whether it is set."""
+        """Wait for the outcome, at most ``seconds``. Returns whether it is set."""
         return self._ended.wait(seconds)
 
     def get(self) -> T:
@@ -141,10 +143,10 @@ class Worker(ABC):
     def stop(
         self, task: Task[Any], reason: CheckpointingException | None = None
     ) -> None:
-        """Give up a task. On return it has an outcome (this error), and the worker takes others."""
+        """Give up a task. On return it has an outcome (this error), and the worker is free."""
 
     def waits_for_processor(self) -> bool:
-        """Whether it makes no progress because others take the processor, not for a disk."""
+        """Whether it makes no progress because the processor is busy, not because of a disk."""
         return False
 
     def close(self) -> None:  # noqa: B027 - threads end with their tasks
@@ -156,8 +158,8 @@ class ThreadWorker(Worker):
 
     def start(self, task: Task[Any]) -> None:
         if not task.started:
-            # A daemon: without finalization there is no checkpoint, so an ending process need
-            # not wait.
+            # A daemon: without finalization there is no checkpoint, so an ending process need not
+            # wait.
             name = f"megackpt-{task.name}"
             thread = threading.Thread(
                 target=task.perform, args=(True,), name=name, daemon=True

@@ -1,7 +1,7 @@
 """A worker process: started by us, fed over a multiprocessing connection, with shared buffers.
 
-The parent sends callables. The process runs them one after the other, and sends back progress and
-outcomes. Buffers pass as descriptors of memfds, and stay mapped while the parent uses them.
+The parent sends callables. The process runs them one by one, and sends back progress and outcomes.
+Buffers pass as descriptors of memfds, and stay mapped while the parent uses them.
 
 The process is a new interpreter that imports this module by name. A fork is unsafe once threads or
 CUDA exist; multiprocessing's spawn runs the script of the user again if it has no guard, and is
@@ -60,7 +60,7 @@ _mapped: dict[int, Buffer] = {}  # in the worker: the parent's buffers, by numbe
 class WorkerProcess:
     """The parent's side of a worker process.
 
-    ``low_priority``: the process uses only the processor and disk time that others leave.
+    ``low_priority``: the process uses only the processor and disk time that no other process needs.
     ``on_release`` is called with the number of a buffer that the parent has freed; pass it to
     ``unmap``. Raises OSError where the process cannot be started.
 
@@ -88,7 +88,7 @@ class WorkerProcess:
         """Have ``work`` called with a function that takes the number of bytes done since its last
         call.
 
-        Raises CheckpointingException where the work cannot be pickled: nothing was sent then.
+        Raises CheckpointingException, before it sends, where the work cannot be pickled.
         Raises OSError where the process is dead or a descriptor cannot be sent.
         """
         file = io.BytesIO()
@@ -184,7 +184,7 @@ def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             pass_fds=[passed],
-            # No terminal interrupts a group of its own. A session of its own would undo the low
+            # No terminal interrupts a separate process group. A separate session would undo the low
             # priority: Linux shares the processors among sessions first.
             process_group=0,
         )
@@ -227,7 +227,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Progress:
-    """What one piece of work reports to the parent."""
+    """The progress that one piece of work reports to the parent."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

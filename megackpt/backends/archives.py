@@ -1,16 +1,16 @@
-"""The tensors in archives of torch.save: their pickles and frames, what a pickle holds, checksums.
+"""The tensors in archives of torch.save: pickles, frames, the contents of a pickle, checksums.
 
-A writer writes these bytes where they belong. A reader gets what an archive holds from its pickle
-alone, and whether its bytes are undamaged.
+A writer writes these bytes to their places. A reader learns the contents of an archive from its
+pickle alone, and whether the bytes of the archive are undamaged.
 
-The *frame* of a tensor makes an archive of its bytes, as in ``.distcp`` files:
+The *frame* of a tensor makes an archive of its bytes, the form of ``.distcp`` files:
 ``torch.load(weights_only=True)`` reads head + payload + tail. The head holds the members
 ``data.pkl``, ``byteorder`` and ``version`` and the local header of ``data/0``, padded so that the
 payload (the tensor's C-order bytes) starts at a multiple of ALIGNMENT; the tail is the central
 directory. The lengths of head and tail follow from dtype, number of dimensions and size alone, so
-that the place of a record follows from the place of its payload. CRC fields are 0, as after
-``torch.serialization.set_crc32_options(False)``: torch does not check them, and megackpt has
-digests of its own.
+that the place of a record follows from the place of its payload. CRC fields are 0, the value after
+``torch.serialization.set_crc32_options(False)``: torch does not check CRC fields, and megackpt
+checks its digests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch  # imported late: recognising a file needs none
 
 WIDE = 1 << 31
-"""A tensor of so many bytes is pickled with 8-byte numbers (LONG1), smaller ones with BININT."""
+"""Tensors of this many bytes or more are pickled with 8-byte numbers (LONG1), else BININT."""
 
 WINDOW = 4 << 20
 """Bytes that a check of checksums reads at once."""
@@ -66,7 +66,7 @@ def _numbers(values: list[int], wide: bool) -> bytes:
 
 
 def tensor_opcodes(dtype: str, shape: tuple[int, ...], storage: str) -> bytes:
-    """What torch.save pickles for a contiguous CPU tensor with a storage of its own.
+    """The opcodes that torch.save pickles for a contiguous CPU tensor with an unshared storage.
 
     Numbers have a fixed width, so that the length does not depend on the shape's extents.
     """
@@ -114,7 +114,7 @@ def frame(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 def frame_lengths(dtype: str, shapes: Int64) -> tuple[Int64, Int64]:
-    """Lengths of head and tail for each row of ``shapes`` (n, ndim), as of ``frame``."""
+    """Lengths of ``frame``'s head and tail for each row of ``shapes`` (n, ndim)."""
     size = np.full(len(shapes), ITEMSIZE[dtype], np.int64)
     filled = size.copy()
     for extent in shapes.T:  # long columns are faster than many short rows
@@ -184,7 +184,7 @@ def load_structure(pickle: bytes, *, stand_ins: bool = False) -> Any:
     """The value of ``data.pkl``, with a StoredTensor (or UnsupportedTensor) for each tensor.
 
     ``stand_ins``: unknown classes become stand-ins; otherwise they raise UntrustedClass. Raises
-    CorruptCheckpoint as ``serialization.load`` does.
+    CorruptCheckpoint like ``serialization.load``.
     """
     from megackpt.serialization.allowlist import finder
 
@@ -249,7 +249,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _from_type(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
-    """A tensor with attributes, or of a class of its own."""
+    """A tensor with attributes, or of a derived class."""
     if function in (_tensor, _parameter, _from_type):
         return function(*args)
     return UnsupportedTensor("tensor of a class of its own")

@@ -1,4 +1,4 @@
-"""Objects and the common state as files beside the tensors, for formats that hold tensors only.
+"""Objects and the common state as additional files, for formats that hold tensors only.
 
 ====================================  ===========================================================
 ``common.pt``                         the blob of the common state
@@ -41,9 +41,7 @@ it."""
 
 _KEY = "key"
 _RESERVED = frozenset(("zarr.json", COMMON_FILE, CONFIG, "megackpt.index"))
-_LONGEST = (
-    200  # file systems take 255 bytes, of which endings and temporary names need some
-)
+_LONGEST = 200  # file systems take 255 bytes, and endings and temporary names need some of them
 _KEPT = 150  # what remains of a longer name, for people to read
 _SHORTENED = (
     "%~"  # followed by a hash; "%" is otherwise followed by two hexadecimal digits
@@ -180,9 +178,9 @@ class ObjectFile(NamedTuple):
 
 
 def objects_in(root: Storage) -> Iterator[ObjectFile]:
-    """The objects beside the tensors.
+    """The objects in these files.
 
-    Raises CorruptCheckpoint for folders that hold something else.
+    Raises CorruptCheckpoint for folders with other contents.
     """
     for name in root.list():
         size = root.size(name)

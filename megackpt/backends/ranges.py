@@ -3,8 +3,8 @@ it.
 
 Regions are cut into pieces of bounded size, sorted by their place in the files, and distributed
 over threads. A piece that is consecutive in the file is read directly into the target's memory,
-small neighbours by one call. Others pass through a small scratch memory. With ``verify``, whole
-digest blocks are read and hashed.
+small neighbours by one call. All other pieces pass through a small scratch memory. With ``verify``,
+whole digest blocks are read and hashed.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Pieces:
     def spans(self, rows: slice, checked: bool) -> Iterator[tuple[int, int]]:
         """Starts and stops in the file of the bytes that will be read for these pieces, lazily.
 
-        Pieces whose runs are far apart are left out.
+        Pieces whose runs are far from each other are left out.
         """
         mine = self.take(rows)
         low = mine.low
@@ -183,7 +183,7 @@ class Pieces:
         together.
 
         Each share comes with its groups: the pieces of one file that one call reads. A piece that
-        is not simple, or does not follow closely, is its own group.
+        is not simple, or does not follow closely, is a separate group.
         """
         if not len(self):
             return
@@ -290,11 +290,9 @@ class _Job:
     def _read_blob(
         self, reader: FileReader, row: int, start: int, length: int, name: str
     ) -> bytes:
-        refuse_sparse(reader, start, length, name)
-        data = memoryview(allocate(length, name))
-        reader.read_into(start, [data])
+        data = read_record(reader, start, length, name)
         if self.checked:
-            self.check(row, 0, digest_blocks(data))
+            self.check(row, 0, digest_blocks(memoryview(data)))
         return bytes(data)
 
     def read_pieces(self, pieces: Pieces, groups: list[slice]) -> None:
@@ -353,7 +351,15 @@ class _Job:
             yield _Piece(row, target, box, self.into.open(target, box), *place)
 
 
-def refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
+def read_record(reader: FileReader, start: int, length: int, where: str) -> bytearray:
+    """The bytes of a blob or an archive. CorruptCheckpoint if its pickle is a hole in the file."""
+    _refuse_sparse(reader, start, length, where)
+    data = allocate(length, where)
+    reader.read_into(start, [memoryview(data)])
+    return data
+
+
+def _refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
     """Raise CorruptCheckpoint if the pickle of a large blob is a hole in a sparse file, before
     memory is taken.
 
@@ -383,11 +389,11 @@ def octets(array: Array) -> memoryview:
 
 @dataclass(frozen=True, eq=False)
 class _SimplePieces:
-    """What it takes to read the simple ones among some pieces, row by row.
+    """The values by which the simple ones among some pieces are read, row by row.
 
-    ``is_simple`` are those with rows that count. ``views``: the memory to read into; None if only
-    the other methods of the target reach it. ``gaps``: bytes between the piece before and this
-    one. ``digests``: the stored ones, if they are compared.
+    Only rows of pieces with ``is_simple`` count. ``views``: the memory to read into; None if the
+    target has no view of it. ``gaps``: bytes between the piece before and this one. ``digests``:
+    the stored ones, if they are compared.
     """
 
     is_simple: list[bool]
@@ -473,9 +479,7 @@ class _FilePart:
             self.job.into.close(piece.target, piece.box, piece.array)
 
     def _fill(self, piece: _Piece, low: int, array: Array, strides: list[int]) -> None:
-        """Fill ``array``, whose first element is at byte ``low`` of the chunk, its axes ``strides``
-        bytes apart.
-        """
+        """Fill ``array``: its first element is at byte ``low``, its ``strides`` are in bytes."""
         outer = _outer_axes(array, strides)
         runs = math.prod(array.shape[:outer])
         if runs == 1:

@@ -2,8 +2,8 @@
 the result.
 
 Such a format knows beforehand where each tensor begins (``Layout.places``). Ranks write their parts
-there, run by run. When all have written, the coordinator checks that they fill each tensor, and
-reads the tensors once for their digests, and for a checksum if the format has one.
+to these places, run by run. When all have written, the coordinator checks that the parts fill each
+tensor, and reads the tensors once for their digests, and for a checksum if the format has one.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def merge_pieces(
 ) -> tuple[Manifest, Int64]:
     """The manifest with one chunk for each tensor, and the chunks that were merged from several.
 
-    These have no digests yet (all zeros); the others have their writer's. Raises BackendError if
-    parts do not fill a tensor: the holes would be read as zeros.
+    These have no digests yet (all zeros); all other chunks have their writer's digests. Raises
+    BackendError if parts do not fill a tensor: the holes would be read as zeros.
     """
     parts = TensorParts(manifest)
     volume = manifest.chunks.boxes.volume

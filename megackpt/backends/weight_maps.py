@@ -24,7 +24,7 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def emit(total: int, files: Mapping[str, str]) -> bytes:
-    """The content for tensors of so many bytes in all; ``files``: key -> file."""
+    """The content for tensors of ``total`` bytes in all; ``files``: key -> file."""
     document = {"metadata": {"total_size": total}, "weight_map": files}
     return (
         json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

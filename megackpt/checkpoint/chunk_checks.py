@@ -1,6 +1,6 @@
 """Read the chunks of a checkpoint and compare them with their digests.
 
-Damaged chunks and chunks that the storage refuses to read are reported apart.
+Damaged chunks and chunks that the storage refuses to read are reported separately.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def damage(
 ) -> list[str]:
     """Compare all chunks of a manifest with their digests. Returns the problems.
 
-    Raises StorageError if the storage refuses to read some chunks and all others are intact.
+    Raises StorageError if the storage refuses to read some chunks and all other chunks are intact.
     """
     work = ChunkChecks(storage, backend, manifest)
     work.compare(np.arange(len(manifest.chunks)), threads)
@@ -119,7 +119,7 @@ class ChunkChecks:
         rows: Int64,
         size: int = _SHARE,
     ) -> None:
-        """Check these chunks in shares of so many."""
+        """Check these chunks in shares of ``size``."""
         shares = [
             rows[start : start + size].tolist() for start in range(0, len(rows), size)
         ]
@@ -161,7 +161,7 @@ class ChunkChecks:
                             self.compare_blocks(row, reader, buffer)
 
     def neighbours(self, rows: Int64) -> list[Int64]:
-        """Chunks of one file in groups: small ones that one call reads, and each of the others."""
+        """Chunks of one file in groups: small chunks that one call reads, and each larger chunk."""
         chunks = self.manifest.chunks
         start, length = chunks.start[rows], chunks.length[rows]
         gap = start[1:] - (start + length)[:-1]
@@ -173,7 +173,7 @@ class ChunkChecks:
     def compare_together(
         self, rows: Int64, reader: FileReader, buffer: memoryview
     ) -> Int64:
-        """Compare small neighbours, of one block each. Returns those to be read by themselves."""
+        """Compare small neighbours, of one block each. Returns chunks to be read separately."""
         chunks = self.manifest.chunks
         begin = int(chunks.start[rows[0]])
         starts = chunks.start[rows] - begin
@@ -229,7 +229,7 @@ class ChunkChecks:
         return (found != chunk.digests[first : first + len(found)]).any(axis=1)
 
     def compare_native(self, rows: list[int]) -> None:
-        """Check chunks that only the backend can read. It compares digests as in a load."""
+        """Check chunks that only the backend can read. It compares digests like a load."""
         chunks = self.manifest.chunks
         for row in rows:
             itemsize = self.manifest.tensors[chunks.tensor[row]].meta.itemsize

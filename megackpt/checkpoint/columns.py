@@ -105,7 +105,8 @@ def _width(span: int) -> int:
 def unpack(layout: Layout, data: memoryview) -> Int64:
     """The numbers of a column from exactly ``layout.nbytes`` bytes.
 
-    Equal numbers are a view of one, with a stride of 0. Others take ``8 * layout.count`` bytes.
+    Equal numbers are a view of one, with a stride of 0. Any other column takes ``8 * layout.count``
+    bytes.
     """
     if not layout.width:
         values = np.broadcast_to(np.int64(layout.base), layout.count)

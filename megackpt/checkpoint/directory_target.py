@@ -1,23 +1,23 @@
-"""The target of a transaction in a file system: a directory, and the directories beside it.
+"""The target of a transaction in a file system: a directory and its siblings.
 
 A save writes into ``.NAME.megackpt-ID``, which only it uses. It becomes NAME by one rename that
-replaces nothing, or by one exchange with the existing NAME. Both operations name the save's
-directory by its path, so the path is the right to commit: before a save commits, it renames the
-directories of all other saves. A save that was suspended meanwhile, at any point, no longer finds
-a directory under its path, and its rename fails. This needs no lock, no clock and no guess about
-which process is alive. A save first waits at most ``PATIENCE`` seconds for a lock on the parent
-directory, so that one of several live saves wins; without the lock all may lose.
+does not replace an entry, or by one exchange with the existing NAME. Both operations name the
+save's directory by its path, so the path is the right to commit: before a save commits, it renames
+the directories of all other saves. A save that was suspended meanwhile, at any point, no longer
+finds a directory under its path, and its rename fails. This needs no lock, no clock and no guess
+about which process is alive. A save first waits at most ``PATIENCE`` seconds for a lock on the
+parent directory, so that one of several live saves wins; without the lock all may lose.
 
-The content of a directory beside the target determines its state:
+The content of a sibling directory determines its state:
 
 ===================================  =======================================================
-it holds the marker of its own id    not published. Removed when its process is dead, or
+it holds the marker of its id        not published. Removed when its process is dead, or
                                      when another save has taken it (suffix)
 no such marker, no suffix            it was exchanged with NAME. Swapped back if it is not
                                      the checkpoint at that save's begin, else retired
 no such marker, suffix ``old``       NAME, renamed away where no exchange exists; renamed
                                      back if NAME is missing, else retired
-no such marker, another suffix       to be retired: entries of others move to NAME, the
+no such marker, another suffix       to be retired: foreign entries move to NAME, the
                                      files of its checkpoint are removed
 ===================================  =======================================================
 """
@@ -72,8 +72,10 @@ PATIENCE = 2.0
 """Seconds that a save waits for the lock of the parent directory; then it continues without."""
 
 _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; network file systems show new entries late
-_COMPARED = 1 << 30  # bytes; files beside a checkpoint, as of an export, are smaller
-_PASSES = 5  # over a directory into which others still write
+_COMPARED = (
+    1 << 30
+)  # bytes; foreign files in a checkpoint, such as an export's, are smaller
+_PASSES = 5  # over a directory into which other processes still write
 _PAUSE = 0.02  # seconds
 _OWN_FILES = f"{TEMPORARY}own-files"  # in a directory that is being removed
 
@@ -93,7 +95,7 @@ def version(folder: LocalStorage | None) -> str:
 
 
 class DirectoryTarget:
-    """The directory NAME in ``outer``, which is open, and the directories beside it."""
+    """The directory NAME in ``outer``, which is open, and the siblings of NAME."""
 
     def __init__(self, path: str, *, create: bool) -> None:
         """``path``: absolute, without links. ``create``: make its parents."""
@@ -107,7 +109,7 @@ class DirectoryTarget:
 
     @property
     def replaces_something(self) -> bool:
-        """Was there a directory when the save began?"""
+        """Did the directory exist when the save began?"""
         return bool(self._base)
 
     def check_name(self, save_id: str) -> None:
@@ -128,7 +130,7 @@ class DirectoryTarget:
             raise StorageError(f"cannot save to {self.location}: a file is in the way")
 
     def check_replaceable(self) -> None:
-        """StorageError where the directory is there and cannot be exchanged."""
+        """StorageError where the directory exists and cannot be exchanged."""
         if self._folder(self.name) is None:
             return
         try:
@@ -228,7 +230,7 @@ class DirectoryTarget:
     def refuse_collisions(
         self, names: Collection[str], replaces: Collection[str]
     ) -> None:
-        """StorageError if files of others in the target have these names."""
+        """StorageError if foreign files in the target have these names."""
         folder = self._folder(self.name)
         if folder is None or not set(names).intersection(folder.list()):
             return
@@ -248,12 +250,12 @@ class DirectoryTarget:
 
         Raises:
             SaveInProgress: another save has committed since this one began, or is about to.
-            StorageError: files of others have names of this save, or the file system refused.
+            StorageError: foreign files have names of this save, or the file system refused.
         """
         save_id, base = record.save_id, self._base
         with self._turn(), self._others_meanwhile():
             if self._folder(self.name) is not None:
-                self._require(base)  # a save that must fail takes nothing from others
+                self._require(base)  # a save that must fail takes no directories
             self._take_from_others(save_id)
             if not self.holds(save_id):
                 raise SaveInProgress(
@@ -338,7 +340,7 @@ class DirectoryTarget:
                 self._remove_unpublished(sibling)
 
     def recover(self, *, spared: str = "", abandoned: bool = False) -> list[Marker]:
-        """Finish or undo dead saves to this directory. Returns the markers of the others.
+        """Finish or undo dead saves to this directory. Returns the markers of all other saves.
 
         ``spared``: the unpublished save of this id stays. ``abandoned``: a save counts as dead
         after a day, too, if its process cannot be inspected.
@@ -347,7 +349,7 @@ class DirectoryTarget:
         unpublished = {}
         for sibling in found:
             unpublished[sibling.entry] = self._marker_in(sibling)
-        # Read after the siblings: an exchange moves a marker from there to here.
+        # Read after the siblings: an exchange moves a marker from a sibling to the target.
         here = self._markers_here()
         there = [marker for marker in unpublished.values() if marker is not None]
         alive = [m for m in (*there, *here) if not self._is_over(m, abandoned)]
@@ -531,7 +533,7 @@ class DirectoryTarget:
             ) from error
 
     def _remove_taken(self, save_id: str) -> None:
-        """Remove the directories that this save has taken from others."""
+        """Remove the directories that this save has taken from other saves."""
         for sibling in siblings(self.outer, self.name):
             if sibling.suffix == owner_suffix(save_id):
                 # Without the lock, the save that lost it may be removing it now.
@@ -567,7 +569,7 @@ class DirectoryTarget:
         )
 
     def _retire(self, entry: str) -> None:
-        """Move the entries of others from a replaced directory to the target, and remove it."""
+        """Move the foreign entries of a replaced directory to the target, and remove it."""
         folder = self._folder(entry)
         if folder is None:
             return
@@ -588,13 +590,14 @@ class DirectoryTarget:
     def _files_to_remove(self, folder: LocalStorage) -> set[str]:
         """The files of the checkpoint in a replaced directory.
 
-        A file records them before the first is removed. Later, nothing else would name them all.
+        A file records their names before the first one is removed. Later, no other file would name
+        them all.
         """
         if folder.size(_OWN_FILES) is not None:
             try:
                 names = json.loads(folder.get(_OWN_FILES))
             except ValueError:
-                names = None  # not ours: we write this file atomically
+                names = None  # a foreign file: megackpt writes this file atomically
             if isinstance(names, list) and all(isinstance(n, str) for n in names):
                 return set(names).difference(unsafe_names(names))
         own = self._own_files(folder)
@@ -603,11 +606,11 @@ class DirectoryTarget:
         return set(own)
 
     def _move(self, source: str, target: str) -> None:
-        """Move an entry of others back to its path.
+        """Move a foreign entry back to its path.
 
-        If the path is taken meanwhile, no content is lost. Of two files with the same content,
-        the moved one stays. A file of the new checkpoint keeps its name. Otherwise the newer file
-        gets the name, and the other one becomes NAME.old.
+        If the path is taken meanwhile, no content is lost. If both files have the same content, the
+        moved one stays. A file of the new checkpoint keeps its name. Otherwise the newer file gets
+        the name, and the older file becomes NAME.old.
         """
         outer = self.outer
         here, there = outer.stat(source), outer.stat(target)
@@ -646,11 +649,11 @@ class DirectoryTarget:
             files: tuple[str, ...] = ()
             if is_replaceable(folder):
                 files = own_files(folder)
-            self._owned = known, files  # nothing is kept where the files are unknown
+            self._owned = known, files  # an error leaves the earlier value
         return self._owned[1]
 
     def _marker_in(self, sibling: Sibling) -> Marker | None:
-        """The marker of the directory's own id. With it, the directory is not published."""
+        """The marker of the directory's id. With it, the directory is not published."""
         folder = self._folder(sibling.entry)
         if folder is None:
             return None

@@ -6,24 +6,24 @@ The bytes, all integers little-endian::
     4   version (1)
     4   length of the head
     .   head: JSON in UTF-8
-    .   columns: integers, in the order of the head, each as in ``columns.Layout``
+    .   columns: integers, in the order of the head, each by its ``columns.Layout``
     .   text of all keys, then of all file names, UTF-8 without separators
     .   digests: 16 bytes for each block of at most 1 MiB of each chunk, in the order of the
-        chunks; or nothing
+        chunks; or no bytes
     16  xxh3-128 of all that precedes
 
 Chunks are sorted by tensor, so a count per tensor replaces a number per chunk. A shape is stored
 as the quotient of the tensor's shape by it, and the remainder. An offset is stored as its quotient
-by the chunk's own shape, and the remainder. In regular grids the quotients are small, and the
+by the shape of the chunk, and the remainder. In regular grids the quotients are small, and the
 remainders are all zero and take no bytes.
 
 Optional: two columns of tensors, the elements that are NaN or infinite, and the bits of the
-largest magnitude of the others as float32 (-1: not known); and the field ``differing`` of the
+largest magnitude of the finite ones as float32 (-1: not known); and the field ``differing`` of the
 head, keys of tensors whose replicas differed.
 
 Every version begins with the magic and the version, and ends with the digest. A later release may
-add fields to the head, and columns that its field ``optional`` names: readers ignore those that
-they do not know. A reader refuses an unknown column that is not optional, and a newer version.
+add fields to the head, and columns that its field ``optional`` names: readers ignore unknown ones.
+A reader refuses an unknown column that is not optional, and a newer version.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Head:
     dtypes: tuple[str, ...]
     axes: int
     derived: bool
-    """Boxes determine the lengths of tensor chunks. The column has only those of objects."""
+    """Boxes determine the lengths of tensor chunks. The column has only the lengths of objects."""
     text: tuple[int, int]  # bytes of all keys, bytes of all file names
     layouts: dict[str, Layout]
     """All columns in the order of their bytes, with optional ones that are not known."""
@@ -132,7 +132,7 @@ def parse_head(text: bytes) -> Head:
         layouts = {}
         for column, fields in head["columns"].items():
             layouts[column] = Layout.parse(fields)
-        # A newer release may add columns. Those that it names as optional can be ignored.
+        # A newer release may add columns. Columns that it names as optional can be ignored.
         known = set(column_names(MOST_AXES))
         unknown = layouts.keys() - known - set(OPTIONAL)
         unknown -= set(head.get("optional", []))
@@ -224,7 +224,7 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
     entries = zip(keys, map(metas.__getitem__, columns["meta"].tolist()), strict=True)
     return Manifest(
-        # As TensorEntry's own constructor does, without Python.
+        # Equal to TensorEntry's constructor, without a call of Python code.
         tuple(map(partial(tuple.__new__, TensorEntry), entries)),
         _grids(columns),
         _chunks(head, columns, metas, len(files), digests),
@@ -296,7 +296,7 @@ def _check_below(column: Int64, end: int) -> None:
 
 
 def _check_sum(column: Int64, total: int) -> None:
-    # In floating point, where nothing overflows; exact for every total that can be right.
+    # In floating point, which does not overflow; exact for every total that can be right.
     if column.sum(dtype=np.float64) != total:
         damaged(f"numbers should add up to {total} and do not")
 
@@ -467,7 +467,7 @@ def decode_index(
 ) -> tuple[Manifest, dict[str, tuple[int, bytes]]]:
     """The arguments of ``encode_index``: chunks sorted by tensor, digests as a view of ``data``.
 
-    ``intact=False`` also reads an index that does not match its own digest.
+    ``intact=False`` also reads an index that does not match its digest.
 
     ``data`` is untrusted. The result is a consistent manifest or an error, and the memory that it
     takes is proportional to the length of ``data``.

@@ -1,9 +1,9 @@
 """The marker file of a save: the process that writes, and the checkpoint that it replaces.
 
-A directory beside the target, ``.NAME.megackpt-ID``, holds one save. While the marker of ID is
-in it, the save is not published. After an exchange the marker is in the target, and the
-directory beside it holds the old checkpoint. A suffix (``.NAME.megackpt-ID.SUFFIX``) means that
-another owner has taken the directory: no process may publish it any more.
+A sibling directory of the target, ``.NAME.megackpt-ID``, holds one save. While the marker of ID is
+in it, the save is not published. After an exchange the marker is in the target, and the sibling
+holds the old checkpoint. A suffix (``.NAME.megackpt-ID.SUFFIX``) means that another owner has taken
+the directory: no process may publish it any more.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ os.register_at_fork(after_in_child=cache.forget)
 
 
 def staging_name(name: str, save_id: str) -> str:
-    """The directory beside ``name`` in which a save writes."""
+    """The sibling directory of ``name`` in which a save writes."""
     return f".{name}.megackpt-{save_id}"
 
 
 def owner_suffix(save_id: str) -> str:
-    """The suffix by which a save marks directories that it has taken from others."""
+    """The suffix by which a save marks directories that it has taken from other saves."""
     return save_id[:8]
 
 
 class Sibling(NamedTuple):
-    """A directory beside the target: its name, the id in the name, and the suffix or ""."""
+    """A sibling directory of the target: its name, the id in the name, and the suffix or ""."""
 
     entry: str
     save_id: str
@@ -91,7 +91,7 @@ def boot() -> str:
 def namespace(kind: str = "pid") -> str:
     """This process's namespace of process ids, or of "time"; "" where the system does not say.
 
-    Read anew each time: a forked process may be in another namespace than its parent.
+    Each call reads it: a forked process may be in another namespace than its parent.
     """
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
@@ -111,7 +111,7 @@ def started(pid: int) -> int:
             state, *numbers = file.read().rpartition(b")")[2].split()
     except OSError:
         return 0
-    # Of a process whose first thread alone has ended, the state is Z as well.
+    # The state is also Z if only the first thread of the process has ended.
     if state in (b"Z", b"X") and numbers[16] == b"1":
         return -1
     return int(numbers[18])
@@ -215,7 +215,7 @@ def read_marker(storage: Storage, name: str, save_id: str) -> Marker | None:
         marker = parse_marker(b"", save_id)
     if marker.time:
         return marker
-    # It is damaged, and its save may run.
+    # The marker is damaged, and its save may run.
     return replace(marker, time=storage.modified(name) or time.time())
 
 

@@ -1,9 +1,9 @@
 """The target of a transaction in an object store: a record, and a folder for each save.
 
     URL/megackpt.commit      the record: its put is the commit
-    URL/megackpt-<save id>/  all files of one save, a checkpoint on its own
+    URL/megackpt-<save id>/  all files of one save, a complete checkpoint
 
-A save reads the version of the record when it begins, writes into a folder of its own, and puts
+A save reads the version of the record when it begins, writes into a separate folder, and puts
 its record on the condition that the record still has that version. The store decides which save
 wins. No object is renamed or written twice. The folders that existed before the put belong to
 saves that began before it. None of them can commit any more, so they are removed afterwards.
@@ -64,7 +64,7 @@ class ObjectTarget:
         self._replaced: list[str] = []  # folders of saves
         self._foreign: tuple[str, ...] = ()
         self.uncertain = False
-        """It is unknown whether the record was put, so nothing may be removed."""
+        """Whether it is unknown if the record was put. No folder may be removed then."""
 
     def check_name(self, save_id: str) -> None:
         """StorageError where no save of this id can be committed here."""
@@ -83,7 +83,7 @@ class ObjectTarget:
 
     @property
     def replaces_something(self) -> bool:
-        """Was there a record when the save began?"""
+        """Did a record exist when the save began?"""
         return self._base is not None
 
     def begin(self, marker: Marker, overwrite: bool, resume: bool) -> bool:
@@ -102,7 +102,7 @@ class ObjectTarget:
     def refuse_collisions(
         self, names: Collection[str], replaces: Collection[str]
     ) -> None:
-        """Nothing to refuse: a save has a folder of its own, so no name is taken."""
+        """No collision is possible: each save has a separate folder."""
 
     def staging_folder(
         self, save_id: str, moved: Callable[[], object] = int
@@ -125,8 +125,8 @@ class ObjectTarget:
                 ) from error
             logger.warning("%s; replacing it", error)
             self._base = self.outer.version(RECORD)
-            return None  # any folder may be that of the checkpoint
-        # Other objects stay: no save has names like theirs. A checkpoint uploaded under the URL
+            return None  # any folder may hold the checkpoint
+        # Other objects stay: no save uses their names. A checkpoint uploaded under the URL
         # itself, without a record, is a checkpoint too.
         others = set(names).difference(save_folders(names), [RECORD])
         if record is None and others and is_replaceable(self.outer):
@@ -184,7 +184,7 @@ class ObjectTarget:
         replaces: Collection[str],
         confirm: Callable[[], None],
     ) -> None:
-        """Replace the record by that of this save.
+        """Replace the record by the record of this save.
 
         ``confirm`` is called right before the put. If it raises, the record is unchanged.
 

@@ -94,10 +94,10 @@ def open_checkpoint(
 ) -> Opened:
     """Open a complete checkpoint and read its manifest.
 
-    The manifest is in the index, else in the format's own table of contents. The directory is
+    The manifest is in the index, else in the format's table of contents. The directory is
     opened once. Later reads through ``storage`` return this checkpoint even if a save replaces it
-    at its path. The small files are checked against the index; without ``every_table``, which
-    suits a caller that reads no data, only those in the directory itself, not one for each zarr
+    at its path. The small files are checked against the index; without ``every_table``, which suits
+    a caller that reads no data, only the files in the directory itself, not one for each zarr
     array. ``asked`` is the format that the caller names; it decides if several formats recognise
     the directory.
 
@@ -109,7 +109,8 @@ def open_checkpoint(
         BackendError: the format is unknown or needs a missing package, several formats recognise
             the directory, or it is not of the format ``asked`` for.
     """
-    # Without an index nothing ties the files together: check that no save began to remove them.
+    # Without an index no digest ties the files together: check that no save has started to remove
+    # them.
     return unreplaced(
         directory,
         lambda storage: _read(storage, asked, every_table),
@@ -156,7 +157,7 @@ def open_same(
 ) -> Storage:
     """The storage of a checkpoint that another rank has opened, on this rank.
 
-    ``save_id`` is that of its manifest. Raises CheckpointReplaced if the directory now holds
+    ``save_id`` is the id in its manifest. Raises CheckpointReplaced if the directory now holds
     another checkpoint, NotACheckpoint if this host sees none.
     """
     try:
@@ -190,8 +191,9 @@ def find_storage(
     """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
     With a ``hint``, the error names the last checkpoint in the directory. ``moved``: see Storage.
-    It may be the old checkpoint that an interrupted replacement renamed away. In an object store:
-    the save that the record names, else a checkpoint that was uploaded without a record.
+    The storage may be of the old checkpoint, which an interrupted replacement has renamed away. In
+    an object store: the save that the record names, else a checkpoint that was uploaded without a
+    record.
     """
     where = absolute(directory)
     if is_url(where):
@@ -322,7 +324,7 @@ def _progress(marker: Marker) -> str:
 def set_aside(target: str, moved: Callable[[], object] = int) -> LocalStorage | None:
     """The checkpoint that a save on a file system without exchange has renamed away.
 
-    It is there for a moment, or until the next save if that save died.
+    It exists for a moment, or until the next save if the renaming save died.
     """
     above, name = os.path.split(target)
     try:
@@ -406,7 +408,7 @@ def shortfalls(storage: Storage, manifest: Manifest) -> list[Shortfall]:
 
 
 def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]:
-    """Those of these files that are missing or too short now, with their present sizes."""
+    """The files among these that are missing or too short now, with their present sizes."""
     found = []
     sizes = storage.sizes([file.name for file in files])
     for file, size in zip(files, sizes, strict=True):

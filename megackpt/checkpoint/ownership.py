@@ -1,4 +1,4 @@
-"""The files of a directory that a save may replace: those of the checkpoint in it.
+"""The files that a save may replace in a directory: the files of the checkpoint in it.
 
 The rules are strict, because a save removes the files of the old checkpoint. All other files are
 foreign: they stay, and a save that would write a file of the same name is refused.
@@ -38,9 +38,9 @@ OURS = (PREFIX, TEMPORARY)
 def is_replaceable(storage: Storage) -> bool:
     """Is there a checkpoint here, perhaps a damaged one, that a save replaces?
 
-    True for an index of ours, a ``metadata.json`` that names a known format, and a ``.metadata``
-    that can be parsed (stock DCP). Other formats are recognised for reading only, because files
-    of other programs can look like them.
+    True for an index of megackpt, a ``metadata.json`` that names a known format, and a
+    ``.metadata`` that can be parsed (stock DCP). Other formats are recognised for reading only,
+    because files of other programs can look like them.
     """
     return _has_index(storage) or native_format(storage) is not None
 
@@ -58,9 +58,9 @@ def _has_index(storage: Storage) -> bool:
 def own_files(storage: Storage) -> tuple[str, ...]:
     """The files of the checkpoint that ``is_replaceable`` found, by full name.
 
-    The files need not exist. The index names them, else the format's own table of contents. Both
-    are read if the index is damaged, or if another library has saved over this checkpoint and
-    replaced the table. Raises CorruptCheckpoint if neither can be read.
+    The files need not exist. The index names them, else the format's table of contents. Both are
+    read if the index is damaged, or if another library has saved over this checkpoint and replaced
+    the table. Raises CorruptCheckpoint if neither can be read.
     """
     named: set[str] = set()
     problem: CheckpointingException | None = None

@@ -1,6 +1,7 @@
 """The record of an object store, ``URL/megackpt.commit``: it names the save that is the checkpoint.
 
-It holds size and digest of the save's ``megackpt.index``, which holds those of all other files.
+It holds size and digest of the save's ``megackpt.index``, which holds sizes and digests of all
+other files.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Record:
 
     @classmethod
     def parse(cls, data: bytes, where: str) -> Record | None:
-        """The record in untrusted bytes; None for that of a removal."""
+        """The record in untrusted bytes; None for the record of a removal."""
         try:
             fields = json.loads(data)
             if type(fields["format"]) is int and fields["format"] > FORMAT:

@@ -91,7 +91,7 @@ class _Landing(Target):
         return self.arrays[target][(*inside, ...)]
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        """Do nothing: ``open`` returned a view of the array."""
+        """No effect: ``open`` returned a view of the array."""
 
     def blob(self, target: int, data: bytes) -> None:
         self.blobs[target] = data

@@ -1,4 +1,4 @@
-"""A format's own table of contents, and the small files that our index names."""
+"""A format's table of contents, and the small files that megackpt's index names."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _TRUST_IT = f". If it is right, remove {INDEX}: loads then trust the format's ow
 
 
 def by_its_own_account(backend: Backend, storage: Storage) -> Manifest:
-    """The manifest from the format's own table of contents.
+    """The manifest from the format's table of contents.
 
-    Raises only errors of this package: others become BackendError.
+    Raises only errors of this package: foreign errors become BackendError.
     """
     try:
         return backend.read_manifest(storage)
     except (CheckpointingException, FileNotFoundError):
         raise
-    except Exception as error:  # a plug-in's own code
+    except Exception as error:  # from the code of a plug-in
         raise BackendError(
             f"{storage.called}: the format {backend.properties.name!r} failed at reading the "
             f"checkpoint: {type(error).__name__}: {error}"
@@ -44,7 +44,7 @@ def small_file_problems(
 ) -> list[str]:
     """The problems of the small files that an index names.
 
-    If they are intact, another library's table of contents beside the index is the problem.
+    If they are intact, the problem is a table of contents that another library has added.
     """
     advice = ""
     if backend.properties.name == "torch_dist" and METADATA not in small:
@@ -69,7 +69,7 @@ def _problems(
     storage: Storage, small: Mapping[str, tuple[int, bytes]], advice: str = ""
 ) -> list[str]:
     limits = [size for size, _ in small.values()]
-    # There may be very many, each of which is opened once if all is well.
+    # There may be very many files. Each is opened once if all are intact.
     with suppress(FileNotFoundError, CorruptCheckpoint):
         digests = list(map(digest, storage.contents([*small], limits)))
         if digests == [checksum for _, checksum in small.values()]:
@@ -114,8 +114,8 @@ def table_of_another(
 ) -> tuple[str, Backend] | None:
     """The name and format of a table of contents that another library wrote; None without one.
 
-    It is beside the index, or in place of a file that the index names (``small``). Stock DCP and
-    Megatron save into a directory without clearing it, and leave our index there.
+    The table is an additional file, or in place of a file that the index names (``small``). Stock
+    DCP and Megatron save into a directory without clearing it, and leave our index in it.
     """
     if isinstance(storage, Committed) or storage.size(INDEX) is None:
         return None

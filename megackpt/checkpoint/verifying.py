@@ -62,7 +62,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything could be read and nothing is damaged.
+        """Whether everything could be read, without damage.
 
         A load works, with ``trusted=`` for the objects in ``untrusted``.
         """
@@ -100,7 +100,7 @@ def verify(
 
     Compares all bytes with their digests, in parallel, checks all file sizes, and opens all
     objects, including the common state. A checkpoint without digests is checked by its format's
-    own checksums, if it has any (torch_dist: those of its zip records), and encoded chunks are
+    checksums, if it has any (torch_dist: the checksums of its zip records), and encoded chunks are
     decoded. A checkpoint that is replaced meanwhile is checked again.
 
     Problems of a checkpoint are reported, not raised. So are parts that cannot be read, if the
@@ -110,10 +110,10 @@ def verify(
         whole: check that the chunks cover all tensors. False for the shards of one rank.
         start: called with the number of bytes to compare with digests.
         advance: called with the number of bytes just compared, from several threads.
-        timeout: how long the storage may not answer. None: the caller has a bound of its own.
+        timeout: how long the storage may not answer. None: the caller bounds the call.
 
     Raises:
-        NotACheckpoint: no checkpoint is there.
+        NotACheckpoint: the directory holds no checkpoint.
         CheckpointReplaced: other saves replace the checkpoint at every attempt.
         StorageError: the checkpoint cannot be opened, or the storage does not answer.
         BackendError: the format is unknown or needs a missing package.
@@ -200,7 +200,7 @@ class _Work(ChunkChecks):
                 # What the format has found damaged is not read, and reported again.
                 if damaged:
                     self.bad.update(r for r in rows.tolist() if self.name(r) in damaged)
-            # Reading raw bytes proves nothing without digests, but decoding others does.
+            # Without digests a read of raw bytes is no check, but decoding encoded bytes is one.
             compared = rows[self.backend.decoded_bytes(manifest) > 0]
         compared = compared[~np.isin(compared, list(self.bad))]
         start(int(chunks.length[compared].sum()))

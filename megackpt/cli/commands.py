@@ -129,9 +129,9 @@ def prune(options: argparse.Namespace) -> Answer:
 
 
 def rm(options: argparse.Namespace) -> Answer:
-    """Remove checkpoints of this library; errors are those of ``megackpt.checkpoint.remove``.
+    """Remove checkpoints of this library. Raises like ``megackpt.checkpoint.remove``.
 
-    Links are refused before anything is removed.
+    The command refuses links before it removes a checkpoint.
     """
     for checkpoint in options.checkpoints:
         if os.path.islink(link := checkpoint.rstrip("/")):
@@ -146,7 +146,7 @@ def rm(options: argparse.Namespace) -> Answer:
 
 
 def convert(options: argparse.Namespace) -> Answer:
-    """Rewrite a checkpoint in another format; errors are those of ``megackpt.convert``."""
+    """Rewrite a checkpoint in another format. Raises like ``megackpt.convert``."""
     # Imports torch.
     from megackpt.cli.convert_options import convert_arguments
     from megackpt.converter import convert as convert_checkpoint
@@ -161,7 +161,7 @@ def convert(options: argparse.Namespace) -> Answer:
 
 
 def export_hf(options: argparse.Namespace) -> Answer:
-    """Write a checkpoint for ``from_pretrained``; errors are those of ``export_huggingface``."""
+    """Write a checkpoint for ``from_pretrained``. Raises like ``export_huggingface``."""
     # Imports torch.
     from megackpt.converter import export_huggingface
 
@@ -235,7 +235,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _select(manifest: Manifest, checkpoint: str, pattern: str | None) -> list[int]:
-    """The numbers of the entry with the key ``pattern``, or else of those that match it."""
+    """The number of the entry with the key ``pattern``, or else of all keys that match it."""
     numbers = manifest.numbers()
     if pattern is None:
         keys = sorted(numbers)

@@ -1,8 +1,8 @@
 """Compares two checkpoints: by digests, and by reading the tensors that digests do not decide.
 
-Digests decide about tensors that both checkpoints cut alike. Objects with other digests are read,
-because equal objects may have different pickles. Equal means equal bit for bit, unless a tolerance
-is given.
+Digests decide about tensors that both checkpoints cut into the same chunks. Objects with other
+digests are read, because equal objects may have different pickles. Equal means equal bit for bit,
+unless a tolerance is given.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Element(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A differing part of an object. A side without a value there has ``...``."""
+    """A differing part of an object. A side without a value at ``path`` has ``...``."""
 
     path: tuple[Any, ...]
     a: Any
@@ -68,7 +68,7 @@ class Tolerance:
 
 
 class Noted(NamedTuple):
-    """What a save has noted about the values of a tensor, see ``Strategy.check_values``."""
+    """A save's notes on the values of a tensor, see ``Strategy.check_values``."""
 
     nonfinite: int
     largest: float
@@ -107,7 +107,7 @@ class Comparison:
     compared: int = 0
     """Keys in both checkpoints."""
     by_digest: int = 0
-    """Keys of which digests have decided, without reading, whether they are equal."""
+    """Keys whose digests have decided, without reading, whether they are equal."""
     by_data: int = 0
     """Keys that were read."""
     bytes_read: int = 0
@@ -121,7 +121,7 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the checkpoints do not differ."""
         found = (self.only_a, self.only_b, self.described, self.tensors, self.objects)
         return not any(found)
 

@@ -1,4 +1,4 @@
-"""The options of ``megackpt convert``. Their names are those of the arguments of the function."""
+"""The options of ``megackpt convert``. They have the names of the function's arguments."""
 
 from __future__ import annotations
 

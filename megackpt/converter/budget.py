@@ -80,7 +80,7 @@ def worker_bytes(
     is_object = itemsizes(manifest.tensors) == 0
     held = np.where(is_object[chunks.tensor], chunks.length, decoded)
     held *= np.isin(chunks.tensor, tensors)
-    # It is read and written at the same time, so it counts twice; the base has one cell of it.
+    # A chunk is read and written at the same time, so it counts twice; the base has one cell of it.
     most = base + max(0, 2 * int(held.max(initial=0)) - cell)
     if most > limit:
         row = int(np.argmax(held))

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class ConversionTask:
-    """What one virtual rank writes, and the part of the source's manifest that it reads.
+    """The plan of one virtual rank, and the part of the source's manifest that it reads.
 
     ``plan.tensors[i]`` is made of ``part.tensors[i]``.
     """
@@ -130,7 +130,7 @@ def _stored_cells(
     cells, regular = regular_grids(stored, bounds, whole)
     encoded = regular
     if len(order):
-        # A chunk of which any part takes the memory of all is read once.
+        # A chunk is read once if any part of it takes the memory of the full chunk.
         sizes = stored.volume * itemsizes(manifest.tensors)[tensor]
         is_whole = decoded[order] >= np.maximum(1, sizes)
         encoded = np.logical_or.reduceat(is_whole, bounds[:-1])
@@ -148,14 +148,14 @@ def _stored_cells(
 
 
 def task_count(total: int) -> int:
-    """Return the number of tasks for so many bytes."""
+    """Return the number of tasks for ``total`` bytes."""
     size = max(total // limits.CONVERT_TASKS, limits.CONVERT_TASK_BYTES_MIN)
     size = min(size, limits.CONVERT_TASK_BYTES_MAX)
     return max(1, -(-total // size))
 
 
 def split_tasks(rows: Declarations, count: int) -> list[Declarations]:
-    """Split into tasks of consecutive rows and about equal bytes; each has its own tensors only."""
+    """Split into tasks of consecutive rows and about equal bytes; each lists only its tensors."""
     before = np.cumsum(rows.nbytes) - rows.nbytes
     task = before * count // max(int(rows.nbytes.sum()), 1)
     bounds = np.searchsorted(task, np.arange(1, count))

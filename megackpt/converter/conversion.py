@@ -66,7 +66,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """How a conversion runs, as for ``convert``. The bytes of the target do not depend on it."""
+    """How a conversion runs; see ``convert``. The bytes of the target do not depend on it."""
 
     verify: bool = True
     verify_target: bool = False
@@ -84,7 +84,7 @@ class ConversionOptions:
 class Conversion:
     """One conversion. It is planned when it is made; ``run`` carries it out.
 
-    It is a save by virtual ranks: each task writes what one rank would.
+    It is a save by virtual ranks: each task writes the items of one rank.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Conversion:
             sizes = storage.sizes(stored.files)
             for name, size in zip(stored.files, sizes, strict=True):
                 stamps.append((name, size, storage.modified(name)))
-        # Of a mapped checkpoint: two tables may lead to equal chunks.
+        # Only mapped checkpoints have pieces. They count: two tables may lead to equal chunks.
         pieces = sorted(getattr(self.opened.backend, "pieces", {}).items())
         options = getattr(backend, "__dict__", backend)
         target = (backend.properties.name, backend.properties.version, options)
@@ -182,7 +182,7 @@ class Conversion:
         resume = self.options.resume
         who = f"converted from {self.source}"
         session = SaveSession(target, self.options.timeout, who)
-        remote = is_url(target)  # object stores resume nothing
+        remote = is_url(target)  # conversions to object stores do not resume
         save_id = uuid.uuid4().hex
         done: dict[int, TaskResult] = {}
         try:
@@ -226,7 +226,7 @@ class Conversion:
         return self.outcome(target, done, resumed)
 
     def _begin(self, session: SaveSession, remote: bool) -> Journal:
-        """Name the files of the target, keep those of an earlier run, and write the small ones."""
+        """Name the files of the target, keep an earlier run's files, and write the small ones."""
         begun = session.begun
         begun.announce(
             self.backend.layout(len(self.plans), self.manifest).files, [JOURNAL]

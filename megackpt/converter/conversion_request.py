@@ -60,13 +60,13 @@ def convert(
 
     The target is committed atomically: it is complete when this returns, and untouched when this
     raises. A run that was killed, or that failed for want of disk space, is resumed by the same
-    call. The target is the same, byte for byte, as that of a run without interruption. A torch file
+    call. The target is the same, byte for byte, as after a run without interruption. A torch file
     ("torch") is written by one process, and starts from zero if it was interrupted while writing.
 
     Args:
         source: a checkpoint directory, URL or file.
         target: a directory or URL; or the path of one file, such as ``x.safetensors`` or ``x.pt``.
-        to: the target's format, as for ``save``.
+        to: the target's format; see ``save``.
         overwrite: replace a complete checkpoint at ``target`` (else CheckpointExists).
         verify: check the source's digests while reading.
         verify_target: read everything that was written again, and check it, before the commit.
@@ -77,13 +77,13 @@ def convert(
         select, exclude: patterns of keys (``*``, ``?``, ``[...]``) to carry (default: all), and to
             leave out. The common state has the key "common_state"; only ``exclude`` leaves it out.
         rename: "OLD=NEW", or pairs, or a mapping. Each ``*`` in OLD matches any text, as short as
-            possible; the n-th ``*`` in NEW is what the n-th matched. The first rule that matches a
-            whole key renames it.
+            possible; the n-th ``*`` in NEW is the text that the n-th one matched. The first rule
+            that matches a whole key renames it.
         cast: a floating dtype ("bf16", "fp32", torch.float16) for all floating tensors.
         state: False leaves out everything but tensors.
         shards: how many files hold the tensors, for formats in which that can be chosen.
         progress: called with the bytes done and the bytes in all, every few MiB.
-        resume: False starts from zero, and leaves nothing behind on failure.
+        resume: False starts from zero, and removes all files of the run on failure.
         table: convert the tensors under Hugging Face's names (``as_huggingface``); objects and the
             common state are left out.
         beside: small files, name -> content, that are committed together with the checkpoint; or a
@@ -96,7 +96,7 @@ def convert(
         CheckpointExists, SaveInProgress: the target is complete already, or being written.
         StorageError: the file system refused, or did not answer for ``timeout``.
         BackendError: the format cannot hold this, or a part does not fit into ``max_memory``.
-        MismatchError: nothing is selected, or two tensors get the same name.
+        MismatchError: no tensor is selected, or two tensors get the same name.
         RankLost: a worker process died.
         ValueError: an argument cannot be understood.
     """
@@ -156,10 +156,10 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     """Remove all tensors and objects whose keys begin with ``key_prefix`` from a checkpoint.
 
     The rest is written again and replaces the checkpoint in one atomic step. Call it on one
-    process. The common state stays. If no key begins with the prefix, nothing is written.
+    process. The common state stays. If no key begins with the prefix, the checkpoint is unchanged.
 
-    Raises what ``convert`` raises, and BackendError for files that no save replaces, such as
-    Hugging Face's.
+    Raises like ``convert``, and BackendError for files that no save replaces, such as Hugging
+    Face's.
     """
     opened = open_checkpoint(checkpoint_dir)
     kept = {

@@ -55,7 +55,7 @@ class CellSource(CheckedSource):
         self._used: set[int] = set()
 
     def check(self) -> None:
-        """Do nothing: this memory is ours."""
+        """No effect: this memory belongs to the conversion."""
 
     def blocks(self, row: int) -> Iterator[memoryview]:
         with self._lock:
@@ -136,8 +136,8 @@ _CHECK_SECONDS = 1.0
 class TaskRunner:
     """Performs the tasks of one conversion, in this process or in a worker process.
 
-    ``source_id`` is the save_id of the source's manifest, ``save_id`` that of the target. ``open``
-    has to be called first.
+    ``source_id`` is the save_id of the source's manifest, ``save_id`` the id of the target.
+    ``open`` has to be called first.
     """
 
     source: str

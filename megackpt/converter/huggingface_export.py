@@ -32,7 +32,7 @@ from megackpt.planning.manifest import Manifest, TensorEntry
 if TYPE_CHECKING:
     from megackpt.adapters.huggingface import Table
 
-# Weights, and what a training or an earlier export keeps for itself.
+# Weights, and files of a training or of an earlier export.
 _NOT_COPIED = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf",
     "*.onnx*", "*.ot", "*.tflite", "*.npz", "*.distcp", "*.index.json", "*.index.*.json",
@@ -83,25 +83,26 @@ def export_huggingface(
     Args:
         source: a checkpoint of any format.
         target: the directory to write.
-        table: maps our tensors to theirs: ``llama(config)``, for example, or a dict of your own.
+        table: maps our tensors to Hugging Face's: for example ``llama(config)``, or a custom dict.
             None: the checkpoint is of a model of transformers, and its tensors have the names of
             the model behind ``prefix``. All other tensors are left out.
         config: the content of ``config.json``; that file; or a directory of a Hugging Face model.
-            Of a directory everything is copied but weights and the state of a training, and the
+            All files of a directory are copied except weights and the state of a training, and the
             ``dtype`` of its config becomes the exported one. None: the files that our Trainer and
             Accelerator have stored in the checkpoint.
-        prefix: without a ``table``, as a CheckpointManager gives to the object ``model``.
+        prefix: used without a ``table``. A CheckpointManager gives it to the object ``model``.
         max_shard_size: the most bytes of a file of weights ("5GB", "500MiB", or a number).
         index: write ``megackpt.index``, too. With it ``verify`` checks the contents, and
             ``overwrite=True`` replaces the export.
-        options: those of ``convert``, such as ``cast="bf16"`` or ``overwrite=True``; ``select``,
-            ``exclude`` and ``rename`` work on their names.
+        options: of ``convert``, such as ``cast="bf16"`` or ``overwrite=True``; ``select``,
+            ``exclude`` and ``rename`` work on Hugging Face's names.
 
     Raises:
-        MismatchError: tensors match no rule or several, rules match no tensor, their tensors
-            would have holes or overlaps, or layers are missing. It lists all; nothing is written.
+        MismatchError: tensors match no rule or several, rules match no tensor, Hugging Face's
+            tensors would have holes or overlaps, or layers are missing. It lists all problems. The
+            target is untouched.
         StorageError: a file in the way, or the directory of ``config`` cannot be read.
-        Exception: as ``convert``.
+        Exception: see ``convert``.
     """
     to = Safetensors(max_shard_bytes=parse_size(max_shard_size), index=index)
     if config is None:

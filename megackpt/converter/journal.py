@@ -33,12 +33,12 @@ class TaskResult:
 
 
 class Journal:
-    """The finished tasks of one conversion: those of an earlier run whose files are all there.
+    """The finished tasks of one conversion: tasks of an earlier run whose files are all present.
 
     Args:
-        storage: where the target is written; None for object stores, which resume nothing.
-        reread: compare what an earlier run wrote with its digests. Needed by formats that compute
-            digests again in ``finish``, for these would confirm damaged bytes.
+        storage: where the target is written; None for object stores, which do not resume.
+        reread: compare the files of an earlier run with their digests. Needed by formats that
+            compute digests again in ``finish``, for these would confirm damaged bytes.
     """
 
     def __init__(self, storage: Storage | None, reread: bool = False) -> None:

@@ -29,7 +29,7 @@ from megackpt.storage import Storage
 
 
 def map_checkpoint(table: Table, opened: Opened) -> Opened:
-    """Return the checkpoint with the tensors that the table makes of its own.
+    """Return the checkpoint with the tensors that the table makes of the stored ones.
 
     Raises MismatchError with everything that does not fit the table.
     """
@@ -40,8 +40,8 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
             numbers[entry.key, entry.meta.shape] = number
     entries: dict[str, TensorEntry] = {}
     pieces: defaultdict[str, list[Piece]] = defaultdict(list)
-    # For each piece: the number of its mapped tensor, the boxes of its chunks there, and the
-    # stored chunk of each.
+    # For each piece: the number of its mapped tensor, the boxes of its chunks in that tensor, and
+    # the stored chunk of each box.
     numbered: dict[str, int] = {}
     owners: list[int] = []
     boxes: list[Boxes] = []
@@ -157,8 +157,8 @@ class _MappedReader(Backend):
 class _MappedTarget(Target):
     """Hands regions of ``into`` to the reader of the stored tensors, in their axes.
 
-    ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and
-    the piece in the other direction.
+    ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and the
+    piece in the opposite direction.
     """
 
     rows: Sequence[tuple[int, Piece, Piece]]

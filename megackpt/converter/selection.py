@@ -27,7 +27,7 @@ _SOURCES = {"float8_e4m3fnuz", "float8_e5m2fnuz", *_FLOATING.values()}
 
 
 class Selection:
-    """Selects, renames and casts the tensors of a manifest. Arguments as of ``convert``.
+    """Selects, renames and casts the tensors of a manifest. See ``convert`` for the arguments.
 
     Raises ValueError for arguments that cannot be understood.
     """
@@ -71,8 +71,8 @@ class Selection:
         """Return the number of each carried tensor or object, and its name and dtype in the target.
 
         The common state is left out by ``state`` and ``exclude`` only, and keeps its name. A
-        pattern that matches nothing is a warning. Raises MismatchError if nothing is selected, or
-        if several get the same name.
+        pattern without a match is a warning. Raises MismatchError if no entry is selected, or if
+        several entries get the same name.
         """
         found: dict[int, TensorEntry] = {}
         matched: set[str] = set()

@@ -33,7 +33,7 @@ _FORMATS = {
 def is_single_file(target: str, name: str) -> bool:
     """Return whether a target of this path and format is one file.
 
-    Raises BackendError if the path is that of another format's file.
+    Raises BackendError if the path names a file of another format.
     """
     expected = _FORMATS.get(os.path.splitext(target)[1])
     if not expected or name not in _FORMATS.values() or os.path.isdir(target):
@@ -51,7 +51,7 @@ def is_single_file(target: str, name: str) -> bool:
 
 
 def check_free(path: str, overwrite: bool) -> None:
-    """Raise CheckpointExists if the file is there and may not be replaced."""
+    """Raise CheckpointExists if the file exists and may not be replaced."""
     if os.path.lexists(path) and not overwrite:
         raise CheckpointExists(
             f"{path} exists: pass overwrite=True to replace it, or choose another name"

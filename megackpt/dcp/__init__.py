@@ -1,6 +1,6 @@
 """megackpt for callers of ``torch.distributed.checkpoint``: storage writers, readers, planners.
 
-The names are imported when they are first used, as those of ``megackpt`` are.
+The names are imported when they are first used, like the names of ``megackpt``.
 """
 
 from __future__ import annotations

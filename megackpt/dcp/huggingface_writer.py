@@ -107,8 +107,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     """Saves through torch DCP as a directory of Hugging Face's, which ``from_pretrained`` opens.
 
     The ranks write their parts of each tensor to its place in ``model-00001-of-0000N.safetensors``.
-    Then ``model.safetensors.index.json`` is written, and all appears in one step. There are no
-    ``shard-*`` files and no folder ``sharded``, so nothing is to be consolidated::
+    Then ``model.safetensors.index.json`` is written, and all appears in one step. The directory has
+    neither ``shard-*`` files nor a folder ``sharded``, so it needs no consolidation::
 
         import torch
         import torch.distributed.checkpoint as dcp
@@ -118,8 +118,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         dcp.save(state, storage_writer=HuggingFaceStorageWriter("exported"))
 
     The state dict holds tensors only. A file of the same name in the directory is not replaced.
-    Commit, ``async_save`` and errors are as with FileSystemWriter. Planners that cache plans are
-    refused from their second save on.
+    Commit, ``async_save`` and errors are the same for FileSystemWriter. Planners that cache plans
+    are refused from their second save on.
 
     Args:
         path: the directory, on a file system. A ``checkpoint_id`` of ``save`` takes its place.
@@ -131,9 +131,9 @@ class HuggingFaceStorageWriter(FileSystemWriter):
         token: only None. The directory is not a repository of the Hub.
         index: write ``megackpt.index``, too: with digests for ``verify``, and such that another
             save with an index replaces the checkpoint.
-        overwrite: False = raise CheckpointExists instead of replacing. Without ``index`` nothing
-            is replaced.
-        timeout: as of FileSystemWriter.
+        overwrite: False = raise CheckpointExists instead of replacing. Without ``index`` the writer
+            never replaces a checkpoint.
+        timeout: see FileSystemWriter.
     """
 
     _item_writer = _PlacedItemWriter

@@ -1,4 +1,4 @@
-"""Our storage classes in the place of torch DCP's own, for calls that name only a checkpoint_id."""
+"""megackpt's storage classes in place of torch DCP's, for calls that name only a checkpoint_id."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _FUNCTIONS: dict[Any, Any] = {
     sessions.stock_save: sessions.save_state_dict,
     sessions.stock_load: sessions.load_state_dict,
 }
-# Modules that bind these names. Importing them here gives classes that derive from torch's own
-# their bases, before anything is replaced.
+# Modules that bind these names. The import here gives classes that derive from torch's classes
+# their bases, before ``install`` replaces names.
 _MODULES = (
     checkpoint,
     filesystem,
@@ -62,7 +62,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 class Installation:
-    """The result of ``install``. As a context manager, it uninstalls what that call installed."""
+    """The result of ``install``. As a context manager, it undoes that call of ``install``."""
 
     def __init__(self, first: bool) -> None:
         self._first = first
@@ -83,13 +83,13 @@ class Installation:
 def install() -> Installation:
     """Make torch DCP use our FileSystemWriter and FileSystemReader, in the whole process.
 
-    All of torch's modules that have torch's classes under these names then have ours. So
-    ``dcp.save``, ``async_save``, ``load`` and ``dcp_to_torch_save`` use our engine without another
-    change. With torch's planner or ours, the messages between ranks are ours, too: a call is
-    bounded by the ``timeout`` of the writer or reader, and names a rank that is lost. The process
-    of an ``async_save`` sends torch's own messages, as do calls with a planner of the caller's.
-    Classes derived from torch's, such as ``FsspecWriter``, stay as they are. So does a module that
-    imported the class itself before, not its module. A second call changes nothing::
+    All of torch's modules that have torch's classes under these names then have megackpt's classes.
+    So ``dcp.save``, ``async_save``, ``load`` and ``dcp_to_torch_save`` use our engine without
+    another change. With torch's or megackpt's planner, megackpt sends the messages between ranks,
+    too: a call is bounded by the ``timeout`` of the writer or reader, and names a rank that is
+    lost. The process of an ``async_save`` sends torch's messages, and so do calls with a custom
+    planner. Classes derived from torch's, such as ``FsspecWriter``, stay as they are. So does a
+    module that imported the class itself before, not its module. A second call has no effect::
 
         import torch
         import torch.distributed.checkpoint as dcp
@@ -144,9 +144,10 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _pickle_stock(made: Any) -> Any:
-    """Pickle an object of torch's own class, made before ``install``.
+    """Pickle an object of torch's class, made before ``install``.
 
-    pickle would find ours under its name. The process of an ``async_save`` needs such writers.
+    pickle would find megackpt's class under its name. The process of an ``async_save`` needs such
+    writers.
     """
     return _restore_stock, (type(made).__name__, vars(made))
 
@@ -163,8 +164,9 @@ def _restore_stock(name: str, state: dict[str, Any]) -> Any:
 def _naming_writers(execute_save: Any) -> Any:
     """``execute_save`` of an ``async_save``, with the writer that its checkpoint_id implies now.
 
-    torch chooses it in the thread or process that writes: later, or where nothing is installed. The
-    threads of two saves would mix their messages over one process group, and wait for ever.
+    torch chooses it in the thread or process that writes: later, or where ``install`` was not
+    called. The threads of two saves would mix their messages over one process group, and wait for
+    ever.
     """
 
     @wraps(execute_save)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 
 from megackpt import limits
 from megackpt.backends.base import Backend
-from megackpt.backends.ranges import refuse_sparse
+from megackpt.backends.ranges import read_record
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_dist.metadata_reader import (
     ListedItem,
@@ -46,7 +46,7 @@ from megackpt.staging.devices import synchronize
 from megackpt.staging.source import overlaps_itself
 from megackpt.staging.target import LoadTarget
 from megackpt.state import dtype_named
-from megackpt.storage import Storage, allocate, digest_blocks
+from megackpt.storage import Storage, digest_blocks
 from megackpt.torch_versions import COPIES_FLOAT4
 
 _READ_SIZE = 1 << 20
@@ -192,9 +192,7 @@ class ItemReader:
         checkpoint, place = self._checkpoint, item.place
         where = f"{checkpoint.storage.location}: {item.name!r} in {place.file}"
         with checkpoint.storage.open(place.file) as reader:
-            refuse_sparse(reader, place.start, place.length, where)
-            data = allocate(place.length, where)
-            reader.read_into(place.start, [memoryview(data)])
+            data = read_record(reader, place.start, place.length, where)
         shape = checkpoint.listing.tensors[item.name].shape
         key = opaque_key(item.name, item.box, shape)
         row = checkpoint.rows.get((key, None))

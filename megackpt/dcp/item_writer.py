@@ -207,6 +207,11 @@ class ItemWriter:
 
     ``transforms`` are called in order; the first that passes an item through extensions counts.
     Errors name the rank, the file and the item.
+
+    ``TorchDist.write`` takes a plan that lists the dtype of each row. The form of an item is known
+    only when the planner has resolved it: a tensor of another dtype or class than planned is
+    pickled, and a planner may reuse the memory for the next item. A plan of all forms would call
+    the planner twice, or hold copies of all items.
     """
 
     def __init__(
@@ -225,16 +230,19 @@ class ItemWriter:
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
         files = self._assignment.files
+        bins = spread([_size(item) for item in items], len(files))
         jobs = []
         with ThreadPoolExecutor(len(files), "megackpt-write") as pool:
-            for name, own in divide(items, files):
-                jobs.append(pool.submit(self.write_file, name, own))
+            for name, rows in zip(files, bins, strict=True):
+                if rows:
+                    part = [items[row] for row in rows]
+                    jobs.append(pool.submit(self._write_file, name, part))
         results = []
         for job in jobs:
             results += job.result()
         return results
 
-    def write_file(self, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
+    def _write_file(self, name: str, items: Sequence[WriteItem]) -> list[WriteResult]:
         """The results. After an error of another thread, which its job raises, some only."""
         results = []
         at = ""
@@ -302,18 +310,6 @@ class _OpenBytesIO(io.BytesIO):
 
     def close(self) -> None:
         pass
-
-
-def divide(
-    items: Sequence[WriteItem], files: Sequence[str]
-) -> list[tuple[str, list[WriteItem]]]:
-    """The items of each file, of similar sizes, without files that would be empty."""
-    bins = spread([_size(item) for item in items], len(files))
-    return [
-        (name, [items[row] for row in rows])
-        for name, rows in zip(files, bins, strict=True)
-        if rows
-    ]
 
 
 def _size(item: WriteItem) -> int:

@@ -58,11 +58,12 @@ class Delegate:
 
     A value is a leaf of the state dict and has one key. It is stored as a tensor, in chunks, or as
     one object, depending on the items of ``create_write_items``. A delegate must be importable and
-    picklable if the planner is sent to another process, as by ``async_save`` with a process.
+    picklable if the planner is sent to another process, for example by ``async_save`` with a
+    process.
     """
 
     def create_write_items(self, key: str, value: Any) -> list[WriteItem]:
-        """What this rank could write."""
+        """The items that this rank could write."""
         items: list[WriteItem] = _create_write_items(key, value)
         return items
 
@@ -170,13 +171,13 @@ class SavePlanner(DefaultSavePlanner):
     """torch's default planner with delegates, explained coverage errors and balanced writers.
 
     ``delegates``: type -> Delegate, for values of that type and of types derived from it.
-    Other arguments are those of ``DefaultSavePlanner``; ``enable_plan_caching`` has no effect:
+    See ``DefaultSavePlanner`` for all other arguments; ``enable_plan_caching`` has no effect:
     every save is planned, so no plan is reused for a state that changed.
 
     Equal boxes of several ranks are replicas. One of them is written: by the least loaded rank, or
     by the lowest with ``dedup_save_to_lowest_rank``. An object is written by the lowest rank.
     Holes, overlaps and disagreements raise CoverageError, which torch raises on all ranks. A plan
-    of one rank alone is not checked for holes, as with ``no_dist`` each rank plans alone.
+    of one rank alone is not checked for holes, since with ``no_dist`` each rank plans alone.
     """
 
     def __init__(
@@ -243,9 +244,9 @@ class SavePlanner(DefaultSavePlanner):
 class LoadPlanner(DefaultLoadPlanner):
     """torch's default planner with delegates. Objects are unpickled without running code.
 
-    ``trusted``: classes and functions that objects may name, beside plain data of Python, numpy
-    and torch. ``delegates``: as in SavePlanner. Other arguments are those of
-    ``DefaultLoadPlanner``.
+    ``trusted``: classes and functions that objects may name, in addition to plain data of Python,
+    numpy and torch. ``delegates``: see SavePlanner. See ``DefaultLoadPlanner`` for all other
+    arguments.
     """
 
     def __init__(

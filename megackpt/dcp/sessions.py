@@ -1,8 +1,8 @@
-"""``dcp.save`` and ``dcp.load`` after ``install``: torch's steps, as sessions of ours.
+"""``dcp.save`` and ``dcp.load`` after ``install``: torch's steps, as sessions of megackpt.
 
 torch calls a planner and a storage writer or reader in a fixed order, and sends messages between
-these steps. Here the order is the same, and the messages are ours: they are bounded, a lost rank is
-named on all ranks, and the coordinator asks all ranks once more before it commits.
+these steps. Here the order is the same, and megackpt sends the messages: they are bounded, a lost
+rank is named on all ranks, and the coordinator asks all ranks once more before it commits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megackpt.errors import (
     RankLost,
 )
 
-# Other classes may override any step, so they need torch's own flow.
+# Other classes may override any step, so they need torch's flow.
 _READERS: dict[type[Any], type[FileSystemReader]] = {
     FileSystemWriter: FileSystemReader,
     HuggingFaceStorageWriter: HuggingFaceStorageReader,
@@ -57,7 +57,7 @@ stock_load = state_dict_loader._load_state_dict
 
 in_flight: dict[Future[Any], Any] = {}
 """The results of calls of ``async_save`` that have not ended -> their writers, and None where a
-process writes, which has messages of its own."""
+process writes, which has separate messages."""
 
 
 def save_state_dict(
@@ -71,7 +71,7 @@ def save_state_dict(
 ) -> Metadata:
     """In the place of torch's ``_save_state_dict``.
 
-    A planner or a writer of another class, or another coordinator, has torch's own flow. The
+    A planner or a writer of another class, or another coordinator, has torch's flow. The
     metadata that other ranks than the coordinator get is read when it is first accessed.
     """
     made = planner or DefaultSavePlanner()
@@ -155,7 +155,7 @@ def load_state_dict(
     plan = LoadPlan([])
 
     def open_checkpoint() -> tuple[Metadata, bool]:
-        """The metadata, and whether it is that of all ranks."""
+        """The metadata, and whether it covers all ranks."""
         try:
             return storage_reader.read_metadata(), True
         except NotACheckpoint as error:
@@ -215,7 +215,7 @@ def _step(
 ) -> Any:
     """A step of ``group``. Raises on all ranks the errors of the ranks that have failed.
 
-    ``Group`` does so, too, but its errors do not tell torch's callers which ranks these are.
+    ``Group`` does so, too, but its errors do not name the ranks in the form of torch's errors.
     """
     own: Attempt[Any] = Attempt(None)
     failed: list[Failure] = []
@@ -259,7 +259,7 @@ def _wait_for_others(storage: Any, no_dist: bool) -> None:
 def _session(
     kind: str, path: str, storage: Any, process_group: Any, no_dist: bool
 ) -> Iterator[Group]:
-    """The ranks of one call. Errors have torch's class: CheckpointException, from ours."""
+    """The ranks of one call. Errors have torch's class CheckpointException, ``from`` megackpt's."""
     group: Group = SingleGroup()
     rank = 0 if no_dist else get_rank(process_group)
     try:
@@ -283,7 +283,7 @@ def _session(
 
 
 def _torch_error(step: str, by_rank: dict[int, Exception]) -> CheckpointException:
-    """An error of torch's class. It has no frames: those of other ranks are not known here."""
+    """An error of torch's class, without frames: the frames of other ranks are unknown here."""
     failures = {rank: (error, StackSummary()) for rank, error in by_rank.items()}
     return CheckpointException(step, failures)  # type: ignore[arg-type]
 

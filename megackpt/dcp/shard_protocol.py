@@ -1,8 +1,8 @@
-"""Tensors that name their own shards, in a save through torch DCP.
+"""Tensors that name their shards, in a save through torch DCP.
 
 Torch below 2.15 takes a tensor with ``global_shape`` and its like for a whole one. ``async_save``
 stages tensors into new ones, which lack these fields; a process receives bare tensors again.
-The functions here refuse what would be stored as a whole tensor although it is a shard.
+The functions here refuse shards that would be stored as whole tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_known(state_dict: Mapping[str, Any]) -> None:
 
 
 def named_chunks(state_dict: Mapping[str, Any]) -> dict[str, list[ChunkShape]]:
-    """The chunks of each value that names its own, by the key that torch's planners give it."""
+    """The chunks of each value that names chunks, by the key that torch's planners give it."""
     chunks = {}
     for key, value in flatten_state_dict(dict(state_dict))[0].items():
         if not isinstance(value, torch.Tensor):

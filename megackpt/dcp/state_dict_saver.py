@@ -1,7 +1,8 @@
 """A save of torch DCP in three stages: plan (collective), write (each rank), finalize (collective).
 
-Names, arguments and results are those of Megatron-Core 0.16. Messages between ranks are sent over
-our own process group, and an error of one rank is raised on all, as in every save of megackpt.
+Names, arguments and results follow Megatron-Core 0.16. Messages between ranks are sent over a
+process group of megackpt, and an error of one rank is raised on all ranks. Every save of megackpt
+does so.
 """
 
 from __future__ import annotations
@@ -51,28 +52,29 @@ def save_state_dict_async_plan(
     cached_ckpt_structure: CachedStructure | None = None,
     loaded_all_plans: list[SavePlan] | None = None,
 ) -> Planned:
-    """The first stage: all ranks plan together, and each hands its writer what to write.
+    """The first stage: all ranks plan together, and each gives its writer the items to write.
 
     Args:
-        state_dict: what to save.
+        state_dict: the state to save.
         storage_writer: a ``FileSystemWriterAsync``, or an object with its methods, for this save.
         process_group: the ranks that save.
-        coordinator_rank: 0; others are refused.
+        coordinator_rank: 0; any other rank is refused.
         planner: a ``SavePlanner`` by default.
         cached_ckpt_structure: the central and the local plan of the save before, and whether both
             may be reused. Each rank still makes its local plan and compares. If no rank finds a
             difference, no plan is gathered and no metadata made.
         loaded_all_plans: the local plans of all ranks in the metadata of a loaded checkpoint,
-            reused likewise by the first save after the load.
+            reused in the same way by the first save after the load.
 
     Returns:
         ``((storage_writer, metadata, dist_wrapper), central_plan, local_plan, unchanged,
         loaded_reused)``. The first is for ``save_state_dict_async_finalize``. The coordinator has
-        metadata, unless plans were reused: pass it what that save, or load, had. ``unchanged``:
-        the central plan equals the cached one. ``loaded_reused``: the loaded plans were reused.
+        metadata, unless plans were reused: pass the metadata of that save or load then.
+        ``unchanged``: the central plan equals the cached one. ``loaded_reused``: the loaded plans
+        were reused.
 
     Raises:
-        On all ranks what any of them met: CoverageError, RankFailure and others.
+        On all ranks the errors of any rank, such as CoverageError and RankFailure.
     """
     if coordinator_rank != 0:
         raise CheckpointingException(
@@ -109,7 +111,7 @@ def save_state_dict_async_plan(
         return cached, not cached and all(is_loaded for _, is_loaded in answers)
 
     def make_global_plan(offers: list[SavePlan | None]) -> list[SavePlan]:
-        """On the coordinator. Of cached plans only the storage's part is made again."""
+        """On the coordinator. Only the storage's part of cached plans is made again."""
         nonlocal metadata
         plans = [offer or SavePlan([]) for offer in offers]
         if reused:
@@ -150,7 +152,7 @@ def verify_global_md_reuse(
     rank: int,
     dist_wrapper: _DistWrapper,
 ) -> bool:
-    """Whether the plans of a loaded checkpoint equal those of all ranks now. Collective.
+    """Whether the plans of a loaded checkpoint equal the present plans of all ranks. Collective.
 
     ``loaded_all_plans`` has one plan for each rank. All fields but ``storage_data`` count.
     """
@@ -164,10 +166,10 @@ def save_state_dict_async_finalize(
     global_metadata: Metadata | None,
     dist_wrapper: _DistWrapper,
 ) -> None:
-    """The last stage: gather what all ranks have written, and commit it.
+    """The last stage: gather the write results of all ranks, and commit them.
 
-    The arguments are what the first stage returned first. Raises on all ranks what any of them met;
-    nothing is committed then.
+    The arguments are the first result of the first stage. Raises on all ranks the errors of any
+    rank, without a commit.
     """
 
     def finish(results: list[list[WriteResult]]) -> None:
@@ -185,7 +187,7 @@ def save_state_dict_async_finalize(
 
 @contextmanager
 def reset_on_error(writer: Any) -> Iterator[None]:
-    """Remove what a failed save left, unless ranks are lost: these may be writing still."""
+    """Remove the files of a failed save, unless ranks are lost: these may be writing still."""
     try:
         yield
     except RankLost:

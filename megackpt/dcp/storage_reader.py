@@ -1,4 +1,4 @@
-"""``megackpt.dcp.FileSystemReader``: a storage reader for torch DCP, ours and others'."""
+"""``megackpt.dcp.FileSystemReader``: torch DCP's reader of megackpt's and foreign checkpoints."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class FileSystemReader(StorageReader):
 
     Only the bytes that the planner asks for are read, several ranges at a time, straight into its
     tensors where their memory allows. ``.metadata`` is unpickled without running code: a planner's
-    data in it must be plain values. Objects are unpickled by the planner: torch's own trusts them.
-    Records that went through an extension of torch's are read as stock reads them.
+    data in it must be plain values. Objects are unpickled by the planner: torch's planner trusts
+    them. Records that went through an extension of torch's are read like stock reads them.
 
     Args:
         path: the directory. A ``checkpoint_id`` given to ``load`` takes its place.
@@ -186,15 +186,15 @@ class FileSystemReader(StorageReader):
 
 
 class HuggingFaceStorageReader(FileSystemReader):
-    """Loads safetensors files: Hugging Face's, ours, and the pieces of torch DCP's ranks.
+    """Loads safetensors files: Hugging Face's, megackpt's, and pieces of torch DCP's ranks.
 
-    Holes and overlaps of pieces are errors, as is a file of pieces without the others. Objects are
-    left out.
+    Holes and overlaps of pieces are errors, and so are absent files of pieces. Objects are left
+    out.
 
     Args:
         path: the directory, or one file of whole tensors.
         thread_count: no effect. Several ranges are read at a time.
-        verify, timeout: as in FileSystemReader.
+        verify, timeout: see FileSystemReader.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class HuggingFaceStorageReader(FileSystemReader):
 def _open(
     directory: Path, rank: int | None, moved: Callable[[], object]
 ) -> OpenCheckpoint:
-    """Open by ``.metadata``; with a rank, by what this rank wrote without collectives."""
+    """Open by ``.metadata``; with a rank, by the metadata that it wrote without collectives."""
     if rank is None:
         # Without an index the files have no common id: check that they were not being removed.
         storage, listing, indexed = unreplaced(
@@ -270,7 +270,7 @@ def _open(
 def _find(
     directory: Path, moved: Callable[[], object], storage: Storage
 ) -> tuple[Storage, Listing, Manifest | None]:
-    """The manifest is None if there is no index."""
+    """The manifest is None without an index."""
     manifest = None
     if storage.size(INDEX) is not None:
         opened = open_checkpoint(directory, moved=moved)
@@ -286,8 +286,8 @@ def _find(
 def _folder_of_rank(directory: Path, name: str, moved: Callable[[], object]) -> Storage:
     """Where a rank of stock's writer saved ``name`` without collectives.
 
-    Refused where the metadata of all ranks is present: the other ranks would use that, and wait
-    for this one.
+    Refused where the metadata of all ranks is present: all other ranks would use that metadata, and
+    wait for this rank.
     """
     try:
         storage = LocalStorage(absolute(directory), moved=moved)

@@ -91,7 +91,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     """Saves through ``torch.distributed.checkpoint.save`` and ``async_save``, with any planner.
 
     The checkpoint appears in one step when all ranks have written. Until then the directory holds
-    none, or the one that was there before. Beside ``.metadata`` it has digests, an index and the
+    no checkpoint, or the earlier one. In addition to ``.metadata`` it has digests, an index and the
     files that Megatron-Core expects (``metadata.json``, an empty ``common.pt``), so stock's reader,
     ``megackpt.load``, ``verify`` and Megatron open it::
 
@@ -104,21 +104,21 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         dcp.load(state, storage_reader=FileSystemReader("checkpoints/3"))
 
     Rank 0 of the process group begins and commits the save, and names the files: override
-    ``file_name`` for other names. ``async_save`` stages as with stock's writer, and works in a
-    thread and in a process (which pickles the writer: a subclass must be importable there).
+    ``file_name`` for other names. ``async_save`` stages like stock's writer, and works in a thread
+    and in a process (which pickles the writer: a subclass must be importable there).
     ``enable_plan_caching`` and ``no_dist`` work; ``use_collectives=False`` is refused.
 
     Args:
         path: the directory. A ``checkpoint_id`` given to ``save`` takes its place.
         single_file_per_rank: no effect. A rank's bytes are in ``thread_count`` files either way.
-        sync_files: no effect. What is committed is durable.
+        sync_files: no effect. A committed checkpoint is durable.
         thread_count: files, and threads that write them, of each rank. Rank 0's number counts.
         per_thread_copy_ahead: no effect. The host memory for copies is bounded anyway.
         cache_staged_state_dict: keep the copies that ``async_save`` stages for the next save.
         overwrite: False = raise CheckpointExists instead of replacing a complete checkpoint.
         _extensions: torch's stream extensions, for all items. Only DCP's readers read such records.
-        serialization_format: TORCH_SAVE; others are refused (``HuggingFaceStorageWriter`` and
-            ``megackpt.convert`` write safetensors).
+        serialization_format: TORCH_SAVE; any other format is refused (``HuggingFaceStorageWriter``
+            and ``megackpt.convert`` write safetensors).
         timeout: how long the storage may not answer in one step of a save, before that raises
             StorageError.
     """
@@ -157,14 +157,14 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self.overwrite = overwrite
         self.timeout = timeout
         self.transforms = _StorageWriterTransforms(_extensions)
-        """As in stock's writer: gives the extensions of each item."""
+        """Gives the extensions of each item. Stock's writer has the same attribute."""
         self.save_id = uuid.uuid4().hex
         self._spent = False
-        """Whether ``save_id`` is that of a save that has ended."""
+        """Whether ``save_id`` belongs to a save that has ended."""
         self.rank: int | None = None
         self._session: SaveSession | None = None
         self._thread: threading.Thread | None = None
-        """The thread of the save that this writer has begun, unless that save has failed."""
+        """The thread of the save that this writer has started, unless that save has failed."""
         self._prepared: _PreparedWrite | None = None
         self._named_chunks: dict[str, list[ChunkShape]] = {}
 
@@ -191,7 +191,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         return StorageMeta(checkpoint_id=os.fspath(self.path), save_id=self.save_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        """Prepare for a new save. Removes what this writer's failed save left.
+        """Prepare for a new save. Removes the files of this writer's failed save.
 
         A save that another thread is in stays; planning raises SaveInProgress then.
         """
@@ -237,7 +237,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             )
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """As stock's writer. Copies of tensors that name their shards name them, too."""
+        """Stage like stock's writer. Copies of tensors that name their shards name them, too."""
         self._named_chunks = named_chunks(state_dict)
         staged: dict[str, Any] = super().stage(state_dict)
         copy_fields(state_dict, staged)
@@ -279,7 +279,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         result = []
         for plan, assignment in zip(plans, assignments, strict=True):
             if assignment.rank == (self.rank or 0):
-                assignment.receive()  # The coordinator's own plan is not pickled.
+                assignment.receive()  # The coordinator's plan is not pickled.
             result.append(dataclasses.replace(plan, storage_data=assignment))
         return result
 
@@ -325,13 +325,13 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
             )
             session.commit(backend, manifest, confirm)
         finally:
-            self._abort()  # which does nothing after a commit
+            self._abort()  # which has no effect after a commit
             self._spent = True
 
     def _contents(
         self, directory: Path, metadata: Metadata, results: list[list[WriteResult]]
     ) -> tuple[Backend, Manifest]:
-        """What all ranks have written, and the backend that completes it."""
+        """The manifest of all ranks' results, and the backend that completes the checkpoint."""
         with staging_storage(directory, self.save_id) as storage:
             common = None
             is_listed = LISTED_COMMON in metadata.state_dict_metadata
@@ -353,14 +353,14 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     # ---- The stages of save_state_dict_async_plan and its kin
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Keep what this rank is to write. Nothing is copied or written yet."""
+        """Keep the plan of this rank, without a copy or a write."""
         self._prepared = self._prepare(plan, planner)
         self._thread = None  # The last stage may run in any thread.
 
     def get_save_function_and_args(
         self,
     ) -> tuple[Callable[..., None] | None, Callable[[], Any] | None, list[Any]]:
-        """``(function, preload, args)``; (None, None, []) where this rank writes nothing.
+        """``(function, preload, args)``; (None, None, []) if this rank has no items to write.
 
         ``preload()`` copies the tensors to the host; put its result into ``args[1]``. From then on
         the tensors may be changed. ``function(*args)`` writes, in any thread of this process. Its
@@ -408,7 +408,7 @@ FileSystemWriterAsync = FileSystemWriter
 
 @dataclass(eq=False)
 class _PreparedWrite:
-    """What one rank writes in one save, and the outcome of the second of three stages."""
+    """The write of one rank in one save, and the outcome of the second of three stages."""
 
     item_writer: type[ItemWriter]
     assignment: Assignment

@@ -1,4 +1,4 @@
-"""torch DCP's metadata of a checkpoint as our manifest, and the other way round."""
+"""Conversion of torch DCP's metadata of a checkpoint to our manifest, and of the manifest back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of one rank: which it has begun, and which have failed.
+"""The calls of one rank: the calls that it has started, and the failed ones.
 
 A *call* is one save or load, including its asynchronous completion, with the same number on all
 ranks. Its steps are numbered, too, so messages of several calls do not mix.
@@ -24,7 +24,7 @@ class Calls:
         self.steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
         """By call: the step in which this rank is, or was last."""
         self.names: OrderedDict[int, str] = OrderedDict()
-        """What each call is to do."""
+        """By call: its name, which says its purpose."""
         self.failed_at: dict[int, float] = {}
         self._last = 0
         self._refused: set[int] = set()
@@ -76,7 +76,7 @@ class Calls:
         return not passed and not self.left(call) and self.verdict(call) is None
 
     def left(self, call: int) -> str:
-        """How this rank has left a call that it has begun; empty if it has not."""
+        """How this rank has left a call that it had started; empty if it has not left the call."""
         if call > self._last or call in self.steps:
             return ""
         return REFUSED if call in self._refused else GAVE_UP
@@ -109,6 +109,6 @@ class Calls:
 
 
 def failures_in(payload: Payload, ranks: int) -> list[tuple[int, Verdict]]:
-    """Raises ValueError or TypeError for other bytes than those of ``Calls.failed``."""
+    """Raises ValueError or TypeError for bytes that ``Calls.failed`` does not make."""
     failures = json.loads(bytes(payload))
     return [(int(call), Verdict.of(fields, ranks)) for call, fields in failures]

@@ -1,8 +1,8 @@
 """How an exception of one rank is sent, and raised on all ranks.
 
 An exception may hold anything (open files, tensors, locks), so it is never sent itself: a
-``Failure`` carries its class where that is one of ours, its text and its formatted traceback. A
-class of the user's is text, too: the other ranks do not import it.
+``Failure`` carries its class if megackpt defines it, its text and its formatted traceback. A class
+of the user's is text, too: no other rank imports it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRACEBACKS_SHOWN = 8
 """Tracebacks that one error text holds at most; all are in ``RankFailure.failures``."""
 
 LEFT = "left:"
-"""The prefix of the exit reason of a rank that leaves the others."""
+"""The prefix of the exit reason of a rank that leaves its call."""
 _LONGEST = 300  # characters of it
 
 
@@ -90,8 +90,8 @@ def for_all_ranks(
 ) -> CheckpointingException:
     """The one exception that all ``size`` ranks raise after these failed in ``stage``.
 
-    If all failures are of one class of ours, it is of that class; otherwise a RankFailure with all
-    tracebacks.
+    If all failures have one class of megackpt, the exception has that class; otherwise a
+    RankFailure with all tracebacks.
     """
     kind, *others = {failure.kind for failure in failures}
     if not others and kind not in (None, RankFailure):
@@ -110,7 +110,7 @@ def for_all_ranks(
 
 
 def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
-    """What all ranks raise after the coordinator failed: its own text if the error is ours."""
+    """The error of all ranks after the coordinator failed, with its text if it is megackpt's."""
     failure = Failure.of(0, error)
     if isinstance(error, CheckpointingException):
         is_plain = list(map(type, error.args)) == [str] and failure.text == str(error)
@@ -123,13 +123,13 @@ def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
 
 
 def of_single_process(stage: str, error: BaseException) -> RankFailure:
-    """What a single process raises for an error that is not ours; raise it ``from`` that error."""
+    """The error of a single process for a foreign error; raise it ``from`` the foreign error."""
     failure = Failure.of(0, error)
     return RankFailure(f"{_what_failed(stage)}: {failure.text}", {0: failure.details})
 
 
 def parted(stage: str, rank: int, error: BaseException) -> RankLost:
-    """What a rank raises that leaves the others; raise it ``from`` its error."""
+    """The error of a rank that leaves its call; raise it ``from`` the cause."""
     failure = Failure.of(rank, error)
     return RankLost(
         f"{_what_failed(stage)}: rank {rank} {departure(error)}",
@@ -144,7 +144,7 @@ def departure(reason: BaseException) -> str:
 
 
 def _by_text(failures: Sequence[Failure], size: int) -> list[tuple[str, Failure]]:
-    """Each different text once, with its ranks, and the first failure of those."""
+    """Each different text once, with its ranks, and the first failure with this text."""
     same: dict[str, list[Failure]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
         same.setdefault(failure.text, []).append(failure)

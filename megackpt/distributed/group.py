@@ -1,7 +1,8 @@
 """Groups of ranks: their collective steps, and how the error of one rank reaches all.
 
 ``Group`` is the interface. ``RankGroup`` implements it over primitives that only move bytes, so
-that processes and the threads of a test behave alike; ``SingleGroup`` is a single process.
+that processes and the threads of a test behave in the same way; ``SingleGroup`` is a single
+process.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ _NO_TOKEN = -(2**63) + 1
 
 
 class Busy(CheckpointingException):
-    """Another thread of this process is using the same ranks. Nothing has been sent."""
+    """Another thread of this process is using the same ranks. No message has been sent."""
 
 
 class Group(ABC):
     """Ranks that save or load together; rank 0 is the coordinator.
 
     All of them make the same calls in the same order. An exception of any rank's ``work``, or of
-    the coordinator's ``decide``, is raised on every rank: if all failures are of one class of ours,
-    as that class with a text that names the ranks, otherwise as RankFailure. A rank that is gone,
-    or does not answer in time, is a RankFailure as well. KeyboardInterrupt and SystemExit pass
-    through where they happen.
+    the coordinator's ``decide``, is raised on every rank: if all failures have one class of
+    megackpt, as that class with a text that names the ranks, otherwise as RankFailure. A rank that
+    is gone, or does not answer in time, is a RankFailure as well. KeyboardInterrupt and SystemExit
+    pass through where they happen.
     """
 
     rank: int
@@ -76,13 +77,13 @@ class Group(ABC):
         """
         return self
 
-    def __exit__(  # noqa: B027 - a single process has no others
+    def __exit__(  # noqa: B027 - a single process has no peers
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        """End it. The other ranks learn at once of an error that is this rank's alone."""
+        """End it. All ranks learn at once of an error that only this rank has."""
 
     def give_up(self) -> None:  # noqa: B027 - as above
-        """Let the save fail on all ranks. Not collective; the others raise RankLost."""
+        """Let the save fail on all ranks. Not collective; all other ranks raise RankLost."""
 
     def confirm(self) -> None:  # noqa: B027 - as above
         """On the coordinator before a final step: raise RankLost unless all ranks wait."""
@@ -139,7 +140,7 @@ class Group(ABC):
 
 
 class SingleGroup(Group):
-    """One process alone. Nothing is sent; our own errors pass unchanged, others as RankFailure."""
+    """One process, without messages. Our errors pass unchanged, foreign ones as RankFailure."""
 
     rank = 0
     size = 1
@@ -218,7 +219,7 @@ class RankGroup(Group):
 
     @abstractmethod
     def _leave(self, reason: BaseException) -> None:
-        """Notify the other ranks that this one leaves, without waiting for them."""
+        """Notify all ranks that this one leaves, without waiting for them."""
 
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
@@ -283,7 +284,7 @@ class RankGroup(Group):
         self, stage: str, streams: Callable[[], tuple[Streams, Streams]]
     ) -> None:
         nothing = Stream(0, ())
-        with self._step(stage):  # an error leaves, as where there is no memory
+        with self._step(stage):  # after an error, such as no memory, the rank leaves
             outgoing, incoming = streams()
             self._introduce(stage, outgoing)
             _copy_own(outgoing, incoming, self.rank)
@@ -299,7 +300,10 @@ class RankGroup(Group):
 
     @contextmanager
     def _step(self, stage: str) -> Iterator[None]:
-        """A step of all ranks. After an error that is this rank's alone, no other waits for it."""
+        """A step of all ranks.
+
+        After an error that only this rank has, no other rank waits for it.
+        """
         self._begin(stage)
         try:
             yield
@@ -365,7 +369,7 @@ class RankGroup(Group):
         """
         try:
             return decide()
-        except (RankLost, *DEPARTURES):  # of a RankLost, the others know already
+        except (RankLost, *DEPARTURES):  # all ranks know of a RankLost already
             raise
         except BaseException as error:
             verdict = of_coordinator(stage, error)
@@ -377,11 +381,10 @@ class RankGroup(Group):
     def _unpack(
         self, stage: str, packed: Packed, own: BaseException | None = None
     ) -> Any:
-        """The value of a message. Raises the exception that it holds, from this rank's own if there
-        is one.
+        """The value of a message. Raises the exception that it holds, ``from`` this rank's ``own``.
 
-        A rank that cannot unpack it leaves; the others notice at the next message of the operation.
-        The last message has plain values only.
+        A rank that cannot unpack the message leaves. All other ranks notice at the next message of
+        the operation. The last message has plain values only.
         """
         try:
             value = unpack(packed)

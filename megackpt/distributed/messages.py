@@ -72,7 +72,7 @@ def join(parts: Sequence[Payload]) -> bytes:
 
 
 def split(packed: Payload) -> list[memoryview]:
-    """The parts of ``join``. Raises ValueError or struct.error for other bytes."""
+    """The parts of ``join``. Raises ValueError or struct.error for malformed bytes."""
     (count,) = struct.unpack_from("!I", packed)
     parts, start = [], 4 + 8 * count
     for length in struct.unpack_from(f"!{count}Q", packed, 4):
@@ -99,14 +99,14 @@ class Step:
     awaited: set[int] = field(default_factory=set)
     """The neighbours for which this rank waits now."""
     sent: dict[int, tuple[int, Payload]] = field(default_factory=dict)
-    """In a first step: what each neighbour was sent last, to be repeated if that was lost."""
+    """In a first step: the last message to each neighbour, to be repeated if it was lost."""
     questions: dict[int, float] = field(default_factory=dict)
     """Neighbours that have a question to answer, and when it was sent."""
     crossed: dict[int, float] = field(default_factory=dict)
     """Neighbours that wait for this rank in another call, and when the first answer said so."""
 
     def under(self, call: int) -> Step:
-        """The same step, which begins anew, of a call with another number."""
+        """The same step, from its start, of a call with another number."""
         words = self.stage, self.operation, self.path
         return Step(call, self.number, self.timeout, *words)
 
@@ -125,7 +125,7 @@ class Step:
 
 
 class Verdict(NamedTuple):
-    """Why a call has failed: what is known of the missing ranks, or a text."""
+    """Why a call has failed: the known facts about the missing ranks, or a text."""
 
     missing: dict[int, str]
     text: str = ""
@@ -137,7 +137,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def unpacked(cls, payload: Payload, ranks: int) -> Verdict:
-        """Raises ValueError or TypeError for other bytes than those of ``packed``."""
+        """Raises ValueError or TypeError for bytes that ``packed`` does not make."""
         return cls.of(json.loads(bytes(payload)), ranks)
 
     @classmethod

@@ -61,7 +61,7 @@ ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
     "Where a rank is only slow, give a longer timeout."
 )
-_MARGIN = 30.0  # seconds; a step bounds its own time, so this is the last resort
+_MARGIN = 30.0  # seconds; each step has a bound, so this is the last resort
 
 _ALONE = SingleGroup()
 _known: WeakKeyDictionary[Any, dict[str, Ranks]] = WeakKeyDictionary()
@@ -80,12 +80,13 @@ def group_over(
 
     Every rank of the process group calls this equally often. ``timeout`` is how long the ranks wait
     for one another. They wait twice as long for rank 0, since rank 0 may wait ``timeout`` for other
-    ranks. ``name`` says what the call is to do, alike on all ranks: a rank that has left a call
-    out passes the numbers of calls with other names. Calls of another ``lane`` have connections and
-    numbers of their own, so they may run beside these. A Group is returned as it is.
+    ranks. ``name`` says the purpose of the call, with the same text on all ranks: a rank that has
+    left a call out passes the numbers of calls with other names. Calls of another ``lane`` have
+    separate connections and numbers, so calls of two lanes may run at once. A Group is returned as
+    it is.
 
-    Raises RankLost if the other ranks have given up this call already, Busy while another thread is
-    in one, CheckpointingException if this process is none of the ranks.
+    Raises RankLost if other ranks have given up this call already, Busy while another thread is in
+    a call, CheckpointingException if this process is none of the ranks.
     """
     if isinstance(process_group, Group):
         return process_group
@@ -120,7 +121,7 @@ def group_over(
         ranks = lanes.get(lane)
         if ranks is None:
             ranks = lanes[lane] = Ranks(over, lane)
-    if wrong is not None:  # the other ranks learn it at once
+    if wrong is not None:  # all ranks learn it at once
         with ranks.begin(DEFAULT_TIMEOUT, name) as group:
             group._leave(wrong)
             raise wrong
@@ -135,9 +136,9 @@ def coordinates(process_group: GroupLike) -> bool:
 
 
 def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
-    """Over the same ranks, for a thread that works beside the others. Collective.
+    """A group of the same ranks, for a thread that works at the same time. Collective.
 
-    A ``Group`` is returned as it is. ``give_back`` keeps the others for the next call.
+    A ``Group`` is returned as it is. ``give_back`` keeps any new group for the next call.
     """
     distributed = sys.modules.get("torch.distributed")
     if isinstance(process_group, Group) or distributed is None:
@@ -170,7 +171,7 @@ def give_back(made: GroupLike, process_group: GroupLike) -> None:
 def domain_of(
     process_group: dist.ProcessGroup | None, called: str = "dedup_group"
 ) -> int:
-    """A number that names these ranks among all others: the lowest (0 for None: all ranks)."""
+    """A number that names these ranks among all ranks: the lowest (0 for None: all ranks)."""
     if process_group is None:
         return 0
     distributed = sys.modules.get("torch.distributed")
@@ -188,7 +189,7 @@ def domain_of(
 
 
 class Ranks:
-    """The ranks of one torch process group, and the calls that they have begun together."""
+    """The ranks of one torch process group, and the calls that they have started together."""
 
     def __init__(self, process_group: dist.ProcessGroup, lane: str) -> None:
         from torch.distributed import get_process_group_ranks
@@ -235,7 +236,7 @@ class Ranks:
         return verdict
 
     def again(self, group: ProcessGroup) -> bool:
-        """Number a call anew if it is the last, and another one has failed under its number."""
+        """Give the last call another number if a different call has failed under its number."""
         with self._lock:
             if group.call != self._last or not self.tree.calls.other_failed(
                 self._last, group.name
@@ -378,7 +379,7 @@ class ProcessGroup(RankGroup):
         return self._do(stage, lambda step: self._tree.broadcast(step, packed))
 
     def _introduce(self, stage: str, targets: Iterable[int]) -> None:
-        """Rank 0 tells each rank the addresses of those to which it sends."""
+        """Rank 0 sends each rank the addresses of the ranks to which it sends."""
 
         def introduce(
             parts: list[tuple[Address, list[int]]],

@@ -1,8 +1,8 @@
 """How ranks find and know each other: by addresses, and by a secret token, in the job's store.
 
-Of a new connection, both ends show that they know the token: each sends an HMAC of a number that
-the other end has drawn. The token itself does not cross the connection, and what did is of no use
-for another one. What follows is neither encrypted nor signed.
+At a new connection, both ends show that they know the token: each sends an HMAC of a number that
+its peer has drawn. The token itself does not cross the connection, and an HMAC is of no use for
+another connection. All later messages are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger("megackpt.distributed")
 
 Address = tuple[list[tuple[str, int]], str]
-"""Hosts and ports to try in turn, and a name of the listener, which is no secret."""
+"""Hosts and ports to try in turn, and a name of the listener, which is not secret."""
 
 _CHALLENGE = struct.Struct("!8s16s")  # _MAGIC, a number drawn by the listener
 _GREETING = struct.Struct("!BQQQ16s")  # kind, rank, call, number, a number drawn here
@@ -43,14 +43,14 @@ _TOKEN_BYTES = 32
 _NONCE_BYTES = 16
 _PROOF_BYTES = 32
 _SHORTEST_GREETING = 0.25
-"""Seconds. Of too many new connections, those that are older make room."""
+"""Seconds. If there are too many new connections, greetings older than this are ended."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks into the store
 _ANSWER_SECONDS = 4.0
 _OUTSIDE = "192.0.2.1"  # a documentation address: the way there is the default route
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 _found: set[bytes] = set()
-"""Addresses that this process has found: none of them is that of a later group of the same name."""
+"""Addresses that this process has found. A later group of the same name has none of them."""
 
 STORE_SILENT = "the job's store does not answer"
 
@@ -63,7 +63,7 @@ class JobStore:
     """The addresses of ranks in the job's store, under a prefix for one process group and lane.
 
     A client of torch's store waits as long as TCP does when its server is silent. So each use has a
-    thread of its own, which may be given up.
+    separate thread, which may be given up.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, lane: str = "") -> None:
@@ -104,7 +104,7 @@ class JobStore:
     async def find(self, rank: int) -> Address:
         """The address of a rank, once it has published one.
 
-        That of a group which was destroyed, in the same store, is none.
+        The address of a destroyed group in the same store does not count.
         """
         while (found := await self._get(f"address/{rank}")) in self._former:
             await asyncio.sleep(_LONGEST_PAUSE)
@@ -115,8 +115,8 @@ class JobStore:
     async def token(self) -> bytes:
         """The secret of these ranks, which the first rank that asks has drawn.
 
-        Of a group that was destroyed there is none after another one has its name: a rank that
-        comes with it means the other one.
+        A destroyed group has no token once another group has its name: a rank that comes with this
+        name means the new group.
         """
 
         def draw(store: Any) -> None:
@@ -177,8 +177,8 @@ class JobStore:
 def own_hosts(store: Any = None) -> list[str]:
     """Where other hosts reach this one: by the interface that GLOO_SOCKET_IFNAME names.
 
-    Otherwise by the interface on the way to the job's store, or that of the default route: the name
-    of the store's host may lead its own processes to a loopback address.
+    Otherwise by the interface on the way to the job's store, or by the default route's: the name
+    of the store's host may lead processes on that host to a loopback address.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
@@ -201,7 +201,7 @@ def own_hosts(store: Any = None) -> list[str]:
                 target or _OUTSIDE, 9, type=socket.SOCK_DGRAM
             )[0]
             with closing(socket.socket(family, kind)) as probe:
-                probe.connect(where)  # sends nothing
+                probe.connect(where)  # does not send
                 hosts.append(probe.getsockname()[0])
     return list(dict.fromkeys(hosts)) or ["127.0.0.1"]
 
@@ -301,7 +301,7 @@ def _bound(host: str) -> socket.socket:
 
 
 def _proof(token: bytes, side: str, name: str, nonce: bytes, greeting: bytes) -> bytes:
-    """What shows the other end that this one knows the token. ``name``: of the listener."""
+    """The proof to the peer that this end knows the token. ``name``: of the listener."""
     return hmac.digest(token, f"{side} {name} ".encode() + nonce + greeting, "sha256")
 
 

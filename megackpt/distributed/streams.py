@@ -14,8 +14,7 @@ class Stream:
     used up.
 
     Both ends know ``nbytes``, and may cut it into different pieces. An error of the iterator is
-    kept in ``error``: the transfer continues with undefined bytes, so that the other rank does not
-    wait.
+    kept in ``error``: the transfer continues with undefined bytes, so that its peer does not wait.
     """
 
     def __init__(self, nbytes: int, pieces: Iterable[memoryview]) -> None:

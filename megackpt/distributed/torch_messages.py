@@ -1,7 +1,7 @@
-"""Messages over the caller's own process group, as Megatron's strategies send them.
+"""Messages over the caller's process group, for Megatron's strategies.
 
-A save or load of ours uses ``Group`` instead, which raises an error of any rank on all ranks.
-Here a rank that fails leaves the others waiting until torch's timeout. All functions but the
+A save or load of megackpt uses ``Group`` instead, which raises an error of any rank on all ranks.
+Here all other ranks wait for a failed rank until torch's timeout. All functions but the
 questions are collective over the group (None: all ranks).
 """
 
@@ -45,7 +45,7 @@ def message_device(process_group: Any = None) -> torch.device:
 
 
 def broadcast(tensor: torch.Tensor, source: int, process_group: Any = None) -> None:
-    """Fill ``tensor`` with that of rank ``source`` of the group, of equal shape and dtype.
+    """Fill ``tensor`` with rank ``source``'s tensor of equal shape and dtype.
 
     It is sent as bytes, because gloo does not know every dtype.
     """

@@ -86,7 +86,7 @@ def pack(value: object) -> bytes:
 def unpack(message: Payload, rank: int = 0) -> Any:
     """The value of a message of this rank.
 
-    CheckpointingException if it is damaged, or makes what is not allowed.
+    CheckpointingException if it is damaged, or makes objects that are not allowed.
     """
     try:
         text, *buffers = split(_expand(message))
@@ -163,7 +163,7 @@ def _describe(value: Any, buffers: list[Any]) -> Any:
 
 @cache
 def _name(function: Any) -> str:
-    """The name of a class or function in ``_CALLED``; "" if it is not there."""
+    """The name of a class or function in ``_CALLED``; "" for any other object."""
     name = f"{function.__module__}.{function.__qualname__}"
     return name if name in _CALLED else ""
 

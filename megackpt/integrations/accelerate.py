@@ -37,7 +37,7 @@ class Accelerator(accelerate.Accelerator):
         checkpoint_options: of ``megackpt.CheckpointManager``, such as ``strategy``.
         processing_class: a tokenizer or processor of transformers. Its files are stored with the
             first model, if that is a model of transformers.
-        options: of accelerate's Accelerator, as are positional arguments.
+        options: like positional arguments, options of accelerate's Accelerator.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Accelerator(accelerate.Accelerator):
         return absolute(os.path.expanduser(given)).rstrip("/")
 
     def _manager_of(self, directory: str) -> megackpt.CheckpointManager:
-        """The manager of a directory. That of another one commits its saves first."""
+        """The manager of a directory. A manager of another directory commits its saves first."""
         if self._manager is not None:
             if directory == self._directory:
                 return self._manager
@@ -224,7 +224,7 @@ class _PreparedLoaderState(LoaderState):
         if self.loader.end_of_dataloader and any(
             loader is self.loader for loader in running
         ):
-            epoch += 1  # In its last batch; nothing of this epoch is left.
+            epoch += 1  # In the last batch; the epoch has no samples left.
         return epoch, getattr(self.loader.get_sampler(), "initial_seed", None)
 
     def _set_epoch(self, epoch: Any) -> None:

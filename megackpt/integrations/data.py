@@ -21,17 +21,17 @@ __all__ = ["LoaderState"]
 class LoaderState:
     """The state of each rank's loader, as an object for ``CheckpointManager``.
 
-    ``manager.save(step, model=model, data=LoaderState(loader))``, and ``restore`` likewise. Its
-    methods are collective.
+    ``manager.save(step, model=model, data=LoaderState(loader))``, and the same arguments for
+    ``restore``. Its methods are collective.
 
     At another number of ranks, or of workers, the samples that are left are divided among the
     ranks, if the loader has a ``DistributedSampler`` or torchdata's ``StatefulDistributedSampler``
-    over all ranks, and its dataset has no state of its own. Otherwise ``load_state_dict`` raises
+    over all ranks, and its dataset has no state. Otherwise ``load_state_dict`` raises
     MismatchError with the reason, on all ranks.
 
     Args:
         loader: a StatefulDataLoader.
-        name: a key of its own for each loader of a checkpoint.
+        name: a different key for each loader of a checkpoint.
         process_group: the ranks that divide the data (None: all).
     """
 
@@ -163,6 +163,6 @@ class LoaderState:
 
 
 def _main(state: dict[str, Any]) -> dict[str, Any]:
-    """The part that the loader's own process keeps; with workers it is a snapshot."""
+    """The part that the loader's main process keeps; with workers it is a snapshot."""
     main: dict[str, Any] = state.get("_snapshot", {}).get("_main_snapshot", state)
     return main

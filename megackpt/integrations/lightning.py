@@ -36,12 +36,12 @@ class _Checkpoints:
         asynchronous: write while training continues. A checkpoint that Lightning removes stays
             until the saves that were started before are complete.
         checkpoint_format: as ``sharded_strategy`` of ``megackpt.save``.
-        trusted: as for ``megackpt.load``: classes of your own in the state of the callbacks or
-            in the hyperparameters.
-        options: of Lightning's strategy, as are positional arguments.
+        trusted: see ``megackpt.load``: your classes in the state of the callbacks or in the
+            hyperparameters.
+        options: like positional arguments, options of Lightning's strategy.
     """
 
-    # Of Lightning's strategy.
+    # Attributes of Lightning's strategy.
     model: Any
     optimizers: Any
     broadcast: Any
@@ -143,7 +143,7 @@ class _Checkpoints:
         super().on_train_end()
 
     def teardown(self) -> None:
-        self._superseded.clear()  # Of saves that are dropped here.
+        self._superseded.clear()  # They belong to saves that are dropped here.
         # After an error other ranks may not come.
         self._queue.close(abort=True)
         super().teardown()
@@ -152,7 +152,7 @@ class _Checkpoints:
         try:
             self._queue.maybe_finalize_async_calls(blocking)
         except BaseException:
-            self._superseded.clear()  # What was to replace them may not exist.
+            self._superseded.clear()  # Their replacements may not exist.
             raise
         if self._queue.get_num_unfinalized_calls():
             return
@@ -162,7 +162,7 @@ class _Checkpoints:
                 self._remove(path)
 
     def _remove(self, path: str) -> None:
-        """On rank 0, so it does not raise: the other ranks would wait for it."""
+        """On rank 0, so it does not raise: all other ranks would wait for rank 0."""
         try:
             try:
                 remove(path)
@@ -181,7 +181,7 @@ class FSDPStrategy(_Checkpoints, strategies.FSDPStrategy):
 
 
 class ModelParallelStrategy(_Checkpoints, strategies.ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism), with ours."""
+    """Lightning's ModelParallelStrategy (FSDP2, tensor parallelism) with megackpt's checkpoints."""
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""The small files that ``from_pretrained`` of transformers needs beside the weights."""
+"""The small files that ``from_pretrained`` of transformers needs together with the weights."""
 
 from __future__ import annotations
 

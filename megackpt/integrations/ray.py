@@ -22,7 +22,7 @@ class CheckpointManager(megackpt.CheckpointManager):
     workers. Ray removes the older ones (``ray.train.CheckpointConfig``).
 
     Args:
-        root: a directory in that of the run (None: the directory of the run itself).
+        root: a directory in the run's directory (None: the run's directory itself).
         options: of megackpt's manager, other than ``keep_*`` and ``local``. ``asynchronous`` is
             True by default.
 
@@ -61,7 +61,7 @@ class CheckpointManager(megackpt.CheckpointManager):
         self._is_urgent = False
 
     def should_save(self, step: int, *, last: bool = False) -> bool:
-        """As megackpt's, and until the next save also if Ray takes a worker's node away soon.
+        """Like megackpt's manager. Also true, until the next save, if Ray soon takes a node away.
 
         Collective through Ray. Do not end the training then: Ray would take the run as finished.
         """
@@ -79,7 +79,7 @@ class CheckpointManager(megackpt.CheckpointManager):
         metrics: Any = None,
         **options: Any,
     ) -> megackpt.AsyncRequest | None:
-        """As megackpt's. ``metrics``, a dict, is reported with the checkpoint: rank 0's.
+        """Like megackpt's manager. Rank 0's dict ``metrics`` is reported with the checkpoint.
 
         The save before a node is taken away is synchronous, unless ``asynchronous`` says otherwise.
         """
@@ -104,7 +104,7 @@ class CheckpointManager(megackpt.CheckpointManager):
         return self._report(*super().finalize())
 
     def restore(self, *args: Any, **options: Any) -> Restored | None:
-        """As megackpt's. A step that a killed worker could not report is reported."""
+        """Like megackpt's manager. A step that a killed worker could not report is reported."""
         found = super().restore(*args, **options)
         if found is not None and self.path(found.step) not in self._reported:
             newest = self.latest(own=True)

@@ -17,7 +17,7 @@ __all__ = ["CheckpointManager"]
 class CheckpointManager(dcp.CheckpointManager):
     """torchtitan's manager. It is chosen by ``checkpoint`` of the trainer's configuration.
 
-    Checkpoints have torchtitan's names and keys: each of the two loads those of the other.
+    Checkpoints have torchtitan's names and keys: either manager loads the checkpoints of both.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -34,13 +34,13 @@ class _Polling(transformers.TrainerCallback):
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer. ``train(resume_from_checkpoint=True)`` begins where there is nothing.
+    """transformers' Trainer. ``train(resume_from_checkpoint=True)`` starts if no checkpoint exists.
 
     ``save_total_limit`` checkpoints stay, and the best one.
 
     Args:
         checkpoint_options: of ``megackpt.CheckpointManager``, such as ``strategy``.
-        options: of transformers' Trainer, as are positional arguments.
+        options: like positional arguments, options of transformers' Trainer.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trainer(transformers.Trainer):
             settings.setdefault("keep_best", 1)
         self.checkpoints = megackpt.CheckpointManager(self.args.output_dir, **settings)
         self.add_callback(_Polling(self.checkpoints))
-        # Where transformers' own code finds and leaves its small files.
+        # The folder in which transformers' code finds and leaves its small files.
         self._folder: str | None = None
         self._step: int | None = None
         self._ranks = 0  # that saved this step
@@ -131,7 +131,7 @@ class Trainer(transformers.Trainer):
         return objects
 
     def _declared(self, files: dict[str, bytes], ranks: int) -> dict[str, Any]:
-        """transformers' small files: those of rank 0, and each rank's random generators."""
+        """transformers' small files: rank 0's files, and each rank's random generators."""
         rank = self.args.process_index
         shared = {name: data for name, data in files.items() if "rng_state" not in name}
         declared = {
@@ -161,7 +161,9 @@ class Trainer(transformers.Trainer):
         )
         if found is not None:
             files = found.state["files"] | found.state.get("rng", {})
-            with group_over(None, DEFAULT_TIMEOUT) as group:  # all ranks raise alike
+            with group_over(
+                None, DEFAULT_TIMEOUT
+            ) as group:  # all ranks raise the same error
                 group.reduce_broadcast("files", lambda: _write(folder, files), len)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -55,12 +55,12 @@ KeyMap = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(frozen=True, eq=False)
 class StateOfStored:
-    """A state that each rank declares when what is stored is known.
+    """A state that each rank declares when the stored contents are known.
 
     ``declare`` is called with the manifest and, by key, the values of the common state and of
     objects whose keys begin with one of ``prefixes``. It returns the state, and stored keys that
-    are not asked for, of which the load does not warn. Its errors are raised on all ranks, before
-    a tensor is read.
+    are not asked for. The load does not warn of these keys. Errors of ``declare`` are raised on all
+    ranks, before a tensor is read.
     """
 
     prefixes: tuple[str, ...]
@@ -98,7 +98,7 @@ class LoadRequest:
             )
 
     def declared(self, manifest: Manifest, values: Mapping[str, Any]) -> LoadRequest:
-        """The request for one checkpoint. ``values``: as for ``StateOfStored``."""
+        """The request for one checkpoint. ``values``: see ``StateOfStored``."""
         if not isinstance(self.state, StateOfStored):
             return self
         state, settled = self.state.declare(manifest, values)
@@ -173,7 +173,7 @@ class Comparison:
         strict.check_shapes(declared, manifest, request.dtype_policy)
         kept = np.flatnonzero(~_left_out(extracted, declared, unexpected))
         rows = [declared.take(kept)]
-        # Notes of a file's author are not state: they would mix with the caller's own.
+        # Notes of a file's author are not state: they would mix with the caller's state.
         if manifest.encoding != "noted":
             rows.append(common_row(manifest, rank))
         wanted = Declarations.merge(rows)
@@ -190,7 +190,7 @@ class Comparison:
         return tensors
 
     def overlapping(self) -> Int64:
-        """The wanted rows that may share memory with others: a later read may overwrite them."""
+        """The wanted rows that may share memory: a read of another row may overwrite them."""
         shards = [self.extracted.shards[number] for number in self.kept.tolist()]
         return overlapping(
             [s.data if isinstance(s, ShardedTensor) else None for s in shards]
@@ -316,7 +316,7 @@ def find_missing(
 
 
 def _warn_of_undeclared(extracted: Extracted, manifest: Manifest) -> None:
-    """Warn of plain tensors and texts whose names are those of stored tensors."""
+    """Warn of plain tensors and texts that have the names of stored tensors."""
     known = manifest.numbers()
     names = []
     for path, leaf in tree.walk(extracted.common):
@@ -375,7 +375,7 @@ def overlapping(tensors: Sequence[torch.Tensor | None]) -> Int64:
 def _left_out(
     extracted: Extracted, declared: Declarations, unexpected: Collection[str]
 ) -> Bool:
-    """The shards that are not loaded: unexpected ones, and others that the same factories built.
+    """The shards that are not loaded: unexpected ones, and all shards of the same factories.
 
     A factory cannot merge a part of its shards, and their data may be views of live
     parameters.

@@ -1,4 +1,4 @@
-"""Rows that several ranks want: one rank reads them and sends them to the others."""
+"""Rows that several ranks want: one rank reads them and sends them to its peers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def exchange(
     memory: LoadTarget,
     lengths: Sequence[Mapping[int, int]],
 ) -> None:
-    """Send the values that this rank has read for others, and receive those that others read.
+    """Send the values that this rank has read for its peers, and receive values from the peers.
 
     ``lengths``: for each rank the bytes of every object that it has read, by its wanted row.
     """

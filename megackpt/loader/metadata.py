@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read by one process alone: metadata, common state, whole tensors."""
+"""The contents of a checkpoint for one process alone: metadata, common state, whole tensors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def load_common_state_dict(
     sharded_strategy: StrategyLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> dict[Any, Any]:
-    """The common state of a checkpoint: all that was not sharded; {} where none is stored.
+    """The common state of a checkpoint: all unsharded values; {} where none is stored.
 
-    Of files with notes of their author, as in the header of safetensors:
+    For files with notes of their author, such as the header of safetensors:
     ``{"__metadata__": notes}``. StorageError if the storage does not answer for ``timeout``.
     """
     classes = trusted_classes(trusted)
@@ -139,7 +139,7 @@ def load_plain_tensors(
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Is there a complete checkpoint of any format here?"""
+    """Does this directory hold a complete checkpoint of any format?"""
     try:
         find_storage(checkpoint_dir)
     except NotACheckpoint:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# Imported here, not in the first load: np.unique would import numpy.ma, and
-# serialization the list of what a pickle may name.
+# Imported here, not in the first load: np.unique would import numpy.ma, and serialization the list
+# of globals that a pickle may name.
+import numpy.ma  # noqa: F401
 import torch
 
 import megackpt.serialization.allowlist  # noqa: F401

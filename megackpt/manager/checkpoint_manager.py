@@ -1,6 +1,6 @@
 """The manager of a run's checkpoints: saves, restores, and removes old ones.
 
-All ranks call it. Rank 0 reads and changes the directory; the others get the result by broadcast.
+All ranks call it. Rank 0 reads and changes the directory, and broadcasts the result to all ranks.
 """
 
 from __future__ import annotations
@@ -68,24 +68,25 @@ class CheckpointManager(SaveDecisions):
         keep_last: number of the newest steps that stay (None: all). Older ones are removed when
             a newer one is complete.
         keep_every: steps that this number divides stay as well.
-        keep_best: so many steps stay as well: those with the best ``metric`` given to ``save``.
+        keep_best: this number of steps stay as well: the steps with the best ``metric`` given to
+            ``save``.
         best: which metrics are the best ones, the "lowest" or the "highest".
-        keep_for: steps stay as well until they are so old.
+        keep_for: steps younger than this stay as well.
         save_interval: ``should_save`` is true for steps that this number divides,
-        save_every_minutes: and if the last save began so many minutes ago.
+        save_every_minutes: and if this number of minutes has passed since the last save began.
         asynchronous: write while training continues, in a "thread" (True) or a "process".
         naming: the names of step directories: "megatron" (``iter_0000100``, with Megatron's
             tracker file), "torchtitan", "transformers", "deepspeed" or "plain". Steps of all
             styles are found when restoring.
         process_group: a torch process group of the ranks that save (None: the default one, or
             this process alone).
-        timeout: how long a rank waits for the others in one operation.
+        timeout: how long a rank waits for other ranks in one operation.
         on_error: "raise" the error of a failed save on all ranks, or "warn": log it as an ERROR on
             rank 0, keep the older steps, and return as if there had been no save. RankLost, and
             errors of a call itself (ValueError), are raised always.
-        max_failures: with "warn", so many failed saves in a row raise the last error.
+        max_failures: with "warn", this number of failed saves in a row raises the last error.
         local: save on the hosts as well, more often (see LocalTier); ``restore`` prefers these.
-        staging_bytes: make staging memory ready for the first asynchronous save, as for
+        staging_bytes: make staging memory ready for the first asynchronous save; see
             ``AsyncCallsQueue``.
     """
 
@@ -174,7 +175,7 @@ class CheckpointManager(SaveDecisions):
         """Save a step; collective. Returns the request of an asynchronous save.
 
         ``save(step, model=model, optimizer=optimizer, extra={"epoch": 3})`` saves objects, by
-        names of your choice, in place of a declared state or beside it: modules (plain, DDP,
+        names of your choice, in place of a declared state or together with it: modules (plain, DDP,
         FSDP2), their optimizers, all that has ``state_dict`` and ``load_state_dict``, and dicts,
         whose names must not look like misspelled options (TypeError).
 
@@ -185,8 +186,8 @@ class CheckpointManager(SaveDecisions):
             step: 0 or more.
             asynchronous: for this step, instead of the manager's setting; the kind of worker is
                 always the manager's.
-            metric: for ``keep_best``; that of rank 0 counts.
-            sharded_state_dict, overwrite and others: as for ``megackpt.save``, which also
+            metric: for ``keep_best``; the value of rank 0 counts.
+            sharded_state_dict, overwrite and further options: see ``megackpt.save``, which also
                 documents the errors.
         """
         step = step_number(step)
@@ -292,9 +293,9 @@ class CheckpointManager(SaveDecisions):
     ) -> Step | None:
         """The newest step that is complete and undamaged; collective. Skipped steps are logged.
 
-        By default the index, the small files and the sizes of all others are checked; with
-        ``verify``, rank 0 reads everything. With ``own``, only steps of this manager's naming.
-        With ``finite``, none whose save has noted NaN or infinite values (``check_values``).
+        By default the index, the small files and the sizes of all large files are checked; with
+        ``verify``, rank 0 reads everything. With ``own``, only steps of this manager's naming. With
+        ``finite``, none whose save has noted NaN or infinite values (``check_values``).
         """
 
         def find(advance: Advance) -> Found:
@@ -326,9 +327,10 @@ class CheckpointManager(SaveDecisions):
         """Load a step, or the newest good one; collective.
 
         ``restore(model=model, optimizer=optimizer, extra={})`` restores the objects that ``save``
-        was given by the same names. ``state`` has their states, and those of dicts. A dict comes
-        back with all that was saved in it, and an object that asks for no tensors is given all:
-        tensors that are not asked for are whole, on the CPU of each rank.
+        was given by the same names. ``state`` has the states of the objects and the dicts. A dict
+        comes back with all values that were saved in it. An object that asks for no tensors is
+        given all of its stored tensors: tensors that are not asked for are whole, on the CPU of
+        each rank.
 
         The manager's asynchronous saves are finalized first. The error of one that failed is
         raised; another call continues after it.
@@ -340,9 +342,9 @@ class CheckpointManager(SaveDecisions):
 
         Args:
             step: None for the newest.
-            finite: the newest without noted NaN or infinite values, as for ``latest``. It has no
-                effect with ``step``.
-            sharded_state_dict, strict and others: as for ``megackpt.load``.
+            finite: choose the newest step without noted NaN or infinite values, like ``latest``.
+                The option has no effect with ``step``.
+            sharded_state_dict, strict and further options: see ``megackpt.load``.
 
         Returns:
             None if the run has no complete checkpoint yet.

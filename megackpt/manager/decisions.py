@@ -14,7 +14,7 @@ class SaveDecisions(ABC):
 
     Args:
         save_interval: steps that this number divides are saved.
-        save_every_minutes: a step is saved if the last save began so long ago.
+        save_every_minutes: a step is saved if this time has passed since the last save began.
         local_interval: steps that this number divides are saved on the hosts.
     """
 
@@ -48,7 +48,7 @@ class SaveDecisions(ABC):
     def on_signal(self, *signals: int) -> None:
         """Note these signals as a notice that this process will be ended. Only in the main thread.
 
-        The handler does nothing else; ``preempted`` returns the result. ``close``, also in the
+        The handler has no further effect; ``preempted`` returns the result. ``close``, also in the
         main thread, restores the previous handlers.
         """
         self._preemption.listen(*signals)
@@ -57,8 +57,8 @@ class SaveDecisions(ABC):
     def preempted(self) -> bool:
         """Whether any rank has received a signal. Collective: one small vote.
 
-        Call it once per training step, or every so many, and before ``should_save``. A signal that
-        came between the two would otherwise end the run without a save.
+        Call it once per training step, or once in several steps, and before ``should_save``. A
+        signal that came between the two would otherwise end the run without a save.
         """
         self._vote()
         return self._is_preempted
@@ -70,7 +70,8 @@ class SaveDecisions(ABC):
         end if that was true, after this save. Collective with
         ``save_every_minutes`` and after ``on_signal``, as the ranks' clocks and signals differ.
 
-        It is true as well for the steps of a local tier; ``save`` writes those only there.
+        It is true as well for the steps of a local tier; ``save`` writes these steps only to the
+        hosts.
         """
         is_late = False
         if self._listens or self._minutes is not None:

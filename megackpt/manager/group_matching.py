@@ -30,7 +30,7 @@ class Match(NamedTuple):
     """The result of ``match_groups``.
 
     ``sources`` has for each group the number of the stored group whose hyperparameters it takes,
-    or None; ``values`` has these hyperparameters. ``changes`` tells how groups were regrouped.
+    or None; ``values`` has these hyperparameters. ``changes`` describes how groups were regrouped.
     """
 
     sources: list[int | None]
@@ -41,8 +41,8 @@ class Match(NamedTuple):
 def match_groups(name: str, own: Sequence[Group], stored: Sequence[Group]) -> Match:
     """Find for each group of the optimizer ``name`` the stored group of its parameters.
 
-    A group without a parameter takes the stored one without parameters that is most alike.
-    Raises MismatchError for a group that was several groups of different hyperparameters.
+    A group without parameters takes the stored group without parameters that has the most equal
+    values. Raises MismatchError for a group that was several groups of different hyperparameters.
     """
     holder = {param: i for i, group in enumerate(stored) for param in group["params"]}
     empty = [i for i, group in enumerate(stored) if not group["params"]]
@@ -57,7 +57,7 @@ def match_groups(name: str, own: Sequence[Group], stored: Sequence[Group]) -> Ma
             empty.remove(found[0])
         parts.update(found)
         match.sources.append(found[0] if found else None)
-        # Each part of a group that was split has values of its own.
+        # Each part of a group that was split gets its separate copy of the values.
         match.values.append(copy.deepcopy(values[found[0]]) if found else {})
         if len(found) > 1:
             keys = dict.fromkeys(key for i in found for key in values[i])
@@ -87,7 +87,7 @@ def match_groups(name: str, own: Sequence[Group], stored: Sequence[Group]) -> Ma
 def in_order(state: Any, own: Any, sources: Sequence[int | None]) -> Any:
     """The stored state of a scheduler, with its lists of groups in the order of ``sources``.
 
-    ``own`` is the present state, with the values of groups that were not stored.
+    ``own`` is the present state. It has the values of groups that were not stored.
     """
     result = dict(state)
     for key in _OF_GROUPS & state.keys() & own.keys():

@@ -20,12 +20,12 @@ _MAX_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class KeepRules:
-    """Which steps stay, of those that are older than the newest ones.
+    """Which steps older than the newest ones stay.
 
     Args:
         keep_last: number of undamaged steps that stay; None keeps all.
         keep_every: steps that this number divides stay as well.
-        keep_best: so many undamaged steps with the best metrics stay as well.
+        keep_best: this number of undamaged steps with the best metrics stay as well.
         best: the best metric is the "lowest" or the "highest".
         keep_for: steps that were saved within this time stay as well.
     """
@@ -97,7 +97,7 @@ def write_metric(
     metric: float | None,
     advance: Advance,
 ) -> None:
-    """Note the metric of a step, and forget those of steps that are gone. NaN is none.
+    """Note the metric of a step, and forget metrics of steps that are gone. NaN is not a metric.
 
     ``advance`` raises if the storage was given up.
     """

@@ -28,7 +28,7 @@ from megackpt.storage import Advance, root_at
 logger = logging.getLogger("megackpt.manager")
 
 ATTEMPTS = 3
-"""At a run in which other jobs remove and replace steps at the same time."""
+"""Attempts at a run in which other jobs remove and replace steps at the same time."""
 
 Found = tuple[Step | None, tuple[Step, ...]]
 """The step, and the newer ones that were skipped."""
@@ -39,7 +39,7 @@ def newest_first(
 ) -> Iterator[Step]:
     """The steps of a run; each is examined when the iterator reaches it.
 
-    If several checkpoints have one number, the one with the manager's own naming comes first. A
+    If several checkpoints have one number, the one with the manager's naming comes first. A
     step that only a tracker names is included, as incomplete.
     """
     root = retention.root
@@ -81,7 +81,7 @@ def find_latest(
         damage: returns the damage that an earlier check has found; such a step is skipped.
         advance: check all data, instead of sizes, and report the bytes.
         own: consider only names that the manager gives.
-        finite: skip steps of which the save has noted values that are NaN or infinite.
+        finite: skip steps whose save has noted values that are NaN or infinite.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -138,7 +138,7 @@ def find_step(retention: Retention, step: int) -> Step:
     found = [other for other in steps if other.complete is not False]
     if not found:
         return Step(retention.naming.name(step), "", step, False, "")
-    # Those of supported formats first.
+    # Checkpoints of supported formats come first.
     found.sort(key=lambda s: s.complete is None)
     for later in newest_first(retention, step + 1):
         if later.complete:
@@ -211,7 +211,7 @@ def _was_complete(root: str, step: Step) -> bool:
         entries = root_at(f"{root.rstrip('/')}/{step.name}").list()
     except (NotADirectoryError, FileNotFoundError):
         return False
-    # What a dead save left has its marker.
+    # The leftovers of a dead save have the marker of the save.
     if any(entry.startswith(PREFIX) for entry in entries):
         return False
     return any(entry == INDEX or entry.endswith(".distcp") for entry in entries)

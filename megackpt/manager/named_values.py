@@ -1,7 +1,7 @@
 """The values of the dicts and objects that a manager is given by name.
 
-A save notes in the common state where the values are that it stores apart. A restore asks for all
-values below a name, and puts them back there.
+A save may store values outside of the common state. The common state then notes their places. A
+restore asks for all values below a name, and returns the values to these places.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ask_for_all(
     """Ask in ``declared`` for all that is stored below these objects.
 
     An object other than a dict that has tensors is asked for where it is empty. Tensors are whole.
-    Of an object of one axis, as ``PerRank`` makes it, each rank gets the cell of its number.
+    For an object of one axis, such as a ``PerRank``, each rank gets the cell of its number.
 
     Args:
         rank, ranks: this rank's number, and how many ranks ask.
@@ -126,7 +126,7 @@ def with_digests(
 
 
 def refuse_undeclared(asked: ShardedStateDict | None, state: Mapping[Any, Any]) -> None:
-    """MismatchError if ``asked`` has plain tensors and ``state`` has nothing of it."""
+    """MismatchError if ``asked`` has plain tensors and ``state`` has none of its keys."""
     asked = asked or {}
     leaves = tree.nested_values(asked)
     if asked.keys().isdisjoint(state) and any(

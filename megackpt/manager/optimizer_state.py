@@ -1,7 +1,7 @@
-"""The state of an optimizer under the names of its parameters: as it is saved, and given back.
+"""The stored form of an optimizer's state, under the names of its parameters.
 
 The form is torch's (``get_optimizer_state_dict``), and has the name of the optimizer's class.
-Nothing is stored for a parameter that has no state.
+A parameter without state has no entry in it.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ class NamedOptimizer:
         tensors: Mapping[str, TensorMeta],
         key_map: KeyMap | None,
     ) -> dict[str, torch.Tensor]:
-        """Compare the optimizer with what is stored below its name. Changes nothing.
+        """Compare the optimizer with the state below its name, without a change to it.
 
         Args:
-            values: all that is stored but tensors, in torch's form.
+            values: all stored values except tensors, in torch's form.
             tensors: by key. Keys lack the name of the optimizer.
-            key_map: that of the load. A parameter has the name of its key in the module.
+            key_map: the key map of the load. A parameter has the name of its key in the module.
 
         Returns:
             The tensors to fill, by key.
@@ -176,8 +176,8 @@ class NamedOptimizer:
                 loaded | {"state": by_number, "param_groups": numbered}
             )
         else:
-            # In place, as an optimizer that wraps this one may share both. torch's own method
-            # would convert the state to the dtypes of the parameters.
+            # In place, since an optimizer that wraps this one may share both. torch's method would
+            # convert the state to the dtypes of the parameters.
             optimizer.state.clear()
             for name, values in state.items():
                 optimizer.state[self._params[name]] = values
@@ -190,7 +190,7 @@ class NamedOptimizer:
 
     def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
         if stored is None and groups:
-            # torch's form has no class. Of one class, only few names come and go.
+            # torch's form has no class. Within one class, only few names come and go.
             kept = groups[0].keys()
             unknown = kept - self.optimizer.param_groups[0].keys()
             if len(unknown) > 1 < len(self.optimizer.defaults.keys() - kept):
@@ -204,7 +204,7 @@ class NamedOptimizer:
     def _targets(
         self, found: Mapping[str, dict[str, TensorMeta]]
     ) -> dict[str, torch.Tensor]:
-        """For each stored tensor the optimizer's own one, or a new one of the same layout."""
+        """For each stored tensor the optimizer's tensor, or a new tensor of the same layout."""
         full: dict[str, str] = {}
         for name, places in found.items():
             for place, meta in places.items():
@@ -221,7 +221,7 @@ class NamedOptimizer:
                 has_state = places or name in self._state
                 is_empty = is_distributed(param) and not local_tensor(param).numel()
                 if is_empty and has_state and full.keys().isdisjoint(places):
-                    # A local checkpoint has nothing of a tensor without an element on this rank.
+                    # A local checkpoint omits tensors without an element on this rank.
                     shape = tuple(param.shape)
                     places = places | {p: TensorMeta(shape, d) for p, d in full.items()}
                 for place, meta in places.items():
@@ -254,7 +254,7 @@ class NamedOptimizer:
 
 
 def is_loaded_in_place(value: Any) -> bool:
-    """Whether it is an optimizer that keeps no more than torch's state and groups."""
+    """Whether an optimizer keeps no more than torch's state and groups."""
     own = getattr(type(value), "load_state_dict", None)
     hooks = (f"_optimizer_load_state_dict_{kind}_hooks" for kind in ("pre", "post"))
     return own is Optimizer.load_state_dict and not any(

@@ -32,8 +32,8 @@ class PreemptionNotice:
     def close(self) -> None:
         """Stop listening.
 
-        Raises ValueError if a handler has to be restored and this is not the main thread; then
-        nothing has changed.
+        Raises ValueError if a handler has to be restored and this is not the main thread; no
+        handler has changed then.
         """
         for number, listeners in _listeners.items():
             if set(listeners) == {self}:
@@ -42,7 +42,7 @@ class PreemptionNotice:
 
 
 def _restore_handler(number: int) -> bool:
-    """False if others have set a handler since; theirs stays."""
+    """Return False, and keep the handler, if other code has set a handler since."""
     if signal.getsignal(number) is not _handle:
         return False
     previous = _previous_handlers[number]
@@ -54,7 +54,7 @@ def _handle(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     listeners = tuple(_listeners.get(number, ()))
     for notice in listeners:
         notice.received = True
-    # Others may have saved this handler, and set it again after the last manager was closed.
+    # Other code may have saved this handler, and set it again after the last manager was closed.
     if not listeners and _restore_handler(number):
         signal.raise_signal(number)
 

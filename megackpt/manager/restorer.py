@@ -46,8 +46,8 @@ class Restorer:
 
     Args:
         retention: of the run; it knows the damage that was found before.
-        process_group: of the ranks that save, as for the manager.
-        timeout: how long a rank waits for the others in one operation.
+        process_group: of the ranks that save, with the meaning it has for the manager.
+        timeout: how long a rank waits for other ranks in one operation.
         local: the run's checkpoints on the hosts, if there are any.
     """
 
@@ -70,7 +70,7 @@ class Restorer:
         options: dict[str, Any],
         finite: bool,
     ) -> Restored | None:
-        """See ``CheckpointManager.restore``. ``options``: those of ``megackpt.load``."""
+        """See ``CheckpointManager.restore``. ``options``: the options of ``megackpt.load``."""
         wanted = self._agree_on_step(step)
         hosts = None
         if self._local is not None:

@@ -1,7 +1,7 @@
 """Removes old steps of a run, and leftovers of dead saves.
 
-Runs on rank 0, after a newer step is complete. It removes only complete checkpoints that have the
-run's own naming and were written by this library.
+Retention runs on rank 0, after a newer step is complete. It removes only complete checkpoints that
+have the naming of the run and were written by this library.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ STALE_AFTER = 300.0
 
 
 def find_problems(path: str, advance: Advance | None = None) -> tuple[str, str]:
-    """What is wrong with the checkpoint at ``path``, and which of its tensors hold NaN or infinite
-    values, as its save has noted; both may be empty.
+    """Describe the damage of a checkpoint, and its tensors with NaN or infinite values.
 
-    It checks the index, the digests of small files, and the sizes of all others. With ``advance``
-    it reads everything, and reports the bytes read. Raises StorageError if something cannot be
-    read now, which is not damage.
+    The second text comes from the notes of the save. Both texts may be empty. The function checks
+    the index, the digests of small files, and the sizes of all large files. With ``advance`` it
+    reads everything, and reports the bytes read. Raises StorageError if something cannot be read
+    now, which is not damage.
     """
     try:
         if advance is not None:
@@ -68,7 +68,7 @@ def find_problems(path: str, advance: Advance | None = None) -> tuple[str, str]:
 
 
 def find_damage(path: str) -> str:
-    """What is wrong with the checkpoint at ``path``; see ``find_problems``."""
+    """Describe the damage of the checkpoint at ``path``; see ``find_problems``."""
     return find_problems(path)[0]
 
 
@@ -78,8 +78,8 @@ class Retention:
     Args:
         root: the directory or URL of the run.
         naming: of the steps that may be removed.
-        rules: which of them stay.
-        is_rehearsal: change nothing.
+        rules: which of these steps stay.
+        is_rehearsal: only report; the directory stays as it is.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Retention:
         self.naming = naming
         self._rules = rules
         self._is_rehearsal = is_rehearsal
-        # What was found wrong with a step; empty if nothing. The sizes and times of the files are
-        # fields of a step, so a step that has changed is checked again.
+        # The damage found in a step; empty if the step is undamaged. The sizes and times of the
+        # files are fields of a step, so a step that has changed is checked again.
         self._damage: dict[Step, str] = {}
         self._nonfinite: dict[Step, str] = {}  # of steps that were found to be good
         self._reported: set[str] = set()  # names of steps that cannot be removed
@@ -113,7 +113,7 @@ class Retention:
         return [s for s in ordered if s < oldest and (every is None or s % every)]
 
     def start(self, newest: int, timeout: timedelta) -> None:
-        """Let a thread of its own ``apply`` this; the one that is at work does it next."""
+        """Let a separate thread ``apply`` this; a thread that is at work does it next."""
         self._next = newest
         if self._removal is None or self._removal[1].ended.is_set():
             name = f"remove steps in {self.root} (rank 0)"
@@ -127,7 +127,7 @@ class Retention:
             self.apply(newest, advance)
 
     def wait(self, timeout: timedelta, quiet: bool = False) -> None:
-        """Wait for the removals that were begun.
+        """Wait for the removals that ``start`` has started.
 
         StorageError if the storage does not answer; ``quiet`` logs it instead.
         """
@@ -227,7 +227,7 @@ class Retention:
         return number is not None and self.naming.name(number) == name
 
     def _is_removable(self, name: str) -> bool:
-        # The target of a link is not ours.
+        # The target of a link does not belong to the run.
         return self.is_own_name(name) and not os.path.islink(self.path(name))
 
     def _clear(self, name: str) -> None:

@@ -1,7 +1,7 @@
 """The steps in the directory of a run: their names, whether they are complete, the latest one.
 
-Names are those of the common trainers. Only names, sizes and the formats' own signs of completeness
-are examined; the data is not read.
+The names follow the common trainers. Only names, sizes and each format's sign of completeness are
+examined; the data is not read.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by number (Megatron, verl) or by directory (DeepSpeed)."""
 _TRACKER_LINK = re.compile("latest|last")
 _UNFINISHED = "-unfinished"
-"""The mark of Lightning and NeMo: a file beside the step."""
+"""The mark of Lightning and NeMo: a file next to the step."""
 _INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
-"""Directories in that of a step in which NeMo and transformers put the checkpoint."""
+"""Directories of a step in which NeMo and transformers put the checkpoint."""
 _SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.[^./]+)?")
-"""Directories of saves. If one died while it replaced a checkpoint, the old one may be there."""
+"""Directories of saves. If a save died while it replaced a checkpoint, one may hold the old one."""
 _UNSUPPORTED = (
     (re.compile(r"mp_rank_.*"), "DeepSpeed's or Megatron's own files of each rank"),
     (re.compile(r"zero_pp_rank_.*"), "DeepSpeed's own files of each rank"),
@@ -155,7 +155,7 @@ class Run:
 def list_run(directory: str | os.PathLike[str]) -> Run:
     """Examine all steps of a run (or a single checkpoint), in a directory or below a URL.
 
-    Raises NotACheckpoint if there is no such directory; an empty one is not an error.
+    Raises NotACheckpoint if the directory does not exist; an empty one is not an error.
     """
     location = absolute(directory)
     try:
@@ -189,7 +189,7 @@ class RunDirectory:
         self.entries = frozenset(self.storage.list())
 
     def replaced_names(self) -> set[str]:
-        """Names beside which saves have left directories; the names themselves may be missing."""
+        """Names next to which saves have left directories; the names themselves may be missing."""
         matches = map(_SIBLING.fullmatch, self.entries)
         return {match[1] for match in matches if match}
 
@@ -213,7 +213,7 @@ class RunDirectory:
         """The step of this name, or the checkpoints in its directory. Empty for other entries."""
         style, number = parse_name(name)
         kind = stat.S_IFDIR
-        # A missing name is that of a directory that a save has replaced.
+        # A missing name belonged to a directory that a save has replaced.
         if name in self.entries:
             kind = _kind_of(self.storage, name)
         if kind in (stat.S_IFLNK, stat.S_IFREG):
@@ -244,7 +244,7 @@ class RunDirectory:
         self, name: str, style: str, number: int, entries: Sequence[str]
     ) -> list[Step]:
         found: list[Step] = []
-        # In what we have not written to its end, or removed in part, nothing is complete.
+        # A directory that megackpt has written in part, or removed in part, holds no complete step.
         if any(entry.startswith(PREFIX) for entry in entries):
             return found
         for entry in filter(_INNER.fullmatch, entries):
@@ -344,7 +344,7 @@ def _examine_incomplete(
 def _with_sizes(step: Step, storage: Storage | None) -> Step:
     """The step with the bytes, number and newest time of its files.
 
-    Those of a complete step are in its index: zarr has two files or more for each tensor.
+    The index of a complete step has these values: zarr has two files or more for each tensor.
     """
     files: list[tuple[int, float]] = []
     try:
@@ -401,7 +401,7 @@ def _read_trackers(root: Storage) -> Iterator[Tracker]:
 
 
 def _judge(tracker: Tracker, steps: Sequence[Step]) -> Tracker:
-    """Compare what a tracker says with the steps that exist."""
+    """Compare the step that a tracker names with the steps that exist."""
     if tracker.problem:
         return tracker
     for step in steps:

@@ -61,9 +61,9 @@ _DICT_OPTIONS = {
 }
 """Options whose value may be a dict, as an object may be; and whose options they are."""
 _TENSORS = "tensors of the optimizer"
-"""Beside the common state of an optimizer, of which the parameters may have other names."""
+"""Key of an optimizer's tensors. The stored common state may name the parameters differently."""
 _CLOSE = 0.85
-"""How alike two names are where one is taken for the other, misspelled (of 1)."""
+"""Similarity (at most 1) from which a name counts as a misspelled option."""
 # The load itself has checked the keys. A module may have none, such as a loss.
 _NOT_STRICT = StateDictOptions(strict=False)
 
@@ -86,7 +86,7 @@ class StatefulObjects:
     Args:
         objects: modules, optimizers of these modules, other objects with ``state_dict`` and
             ``load_state_dict`` (torch's Stateful protocol), and dicts of any values.
-        process_group: of the ranks that save, as for the manager.
+        process_group: of the ranks that save, with the meaning it has for the manager.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class StatefulObjects:
                     "less like it"
                 )
         self._objects = dict(objects)
-        # Those of which the state is not torch's to read and set.
+        # Objects whose state torch's functions do not read and set.
         self.plain = {
             name: value
             for name, value in objects.items()
@@ -132,7 +132,7 @@ class StatefulObjects:
     ) -> ShardedStateDict:
         """The sharded state dict of all objects and of ``others``, which is declared already.
 
-        To ``load``, that of all but the optimizers.
+        With ``load``, the state dict omits the optimizers.
         """
         if not self._objects:
             return others or {}
@@ -223,7 +223,7 @@ class StatefulObjects:
             return
         loaded = attempt(partial(self._load, state))
         if group.size == 1:
-            loaded.get()  # an object's own error, not a RankFailure
+            loaded.get()  # the error of an object, not a RankFailure
         group.reduce_broadcast("objects", loaded.get, len)
         for name, optimizer in self._optimizers.items():
             changes = "; ".join(optimizer.match.changes)

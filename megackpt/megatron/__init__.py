@@ -1,7 +1,7 @@
 """Megatron-Core's module names, for the calls of releases 0.16 to 0.19.
 
 Either a program changes the root of its imports from ``megatron.core.dist_checkpointing`` to
-``megackpt.megatron``, or it calls ``install()``, before it imports Megatron, and changes nothing.
+``megackpt.megatron``, or it calls ``install()`` before it imports Megatron, and keeps its imports.
 The modules below, such as ``megackpt.megatron.strategies.torch``, are made from ``table.py``.
 """
 

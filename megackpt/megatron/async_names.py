@@ -1,4 +1,4 @@
-"""Megatron's names beside its asynchronous saves: what they need, which ours do not."""
+"""Helpers of Megatron's asynchronous saves, by Megatron's names. megackpt's saves need none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _set_process_qos(cpu_priority: int | None, io_priority: int | None = None) -
 
 
 def warmup_persistent_caller(*_: Any, **__: Any) -> None:
-    """Do nothing: a queue starts its worker with the first save, in some hundredths of a second."""
+    """No effect: a queue starts its worker with the first save, in some hundredths of a second."""
 
 
 _results_queue = None
@@ -39,7 +39,7 @@ _results_queue = None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> None:
-    """Do nothing: results of writes stay in this process. Megatron's training calls it."""
+    """No effect: results of writes stay in this process. Megatron's training calls it."""
 
 
 def has_nvrx_async_support() -> bool:

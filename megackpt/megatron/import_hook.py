@@ -19,14 +19,14 @@ from megackpt.megatron.table import MODULES
 THEIRS = "megatron.core.dist_checkpointing"
 
 KEPT = (".gpt_checkpoint_interop",)
-"""Modules of Megatron's that stay: they rewrite declarations, which are ours then (0.19)."""
+"""Megatron's modules that stay: they rewrite declarations, which megackpt makes then (0.19)."""
 
 TESTED = ("0.16.1",)
 """Releases of megatron-core that the tests install this in."""
 
 
 class Installed(AbstractContextManager["Installed"]):
-    """What ``install`` returns: a context, at whose end the modules of that call are taken out."""
+    """The result of ``install``: a context, at whose end the modules of that call are removed."""
 
     def __init__(self, first: bool) -> None:
         self._first = first
@@ -37,7 +37,7 @@ class Installed(AbstractContextManager["Installed"]):
 
 
 def install() -> Installed:
-    """Make ``megatron.core.dist_checkpointing`` and its modules those of ``megackpt.megatron``.
+    """Replace ``megatron.core.dist_checkpointing`` and its modules by ``megackpt.megatron``.
 
     Call it before Megatron is imported: then its models build megackpt's objects from the start.
     If Megatron has been imported, its modules are replaced, and so are the names that modules of
@@ -47,7 +47,7 @@ def install() -> Installed:
 
     Undone by ``uninstall()``, or as a context: ``with megackpt.megatron.install(): ...``
     Warns (UserWarning) if the tests do not cover the release of Megatron-Core. If this call
-    raises, because warnings are errors or a module does not import, nothing has been replaced.
+    raises, because warnings are errors or a module does not import, all modules are unchanged.
     """
     if _hook in sys.meta_path:
         return Installed(first=False)
@@ -93,17 +93,17 @@ def _take_out() -> dict[str, ModuleType]:
 
 
 def _import_if_possible(name: str) -> ModuleType | None:
-    """Megatron's own module; None if this release has none, or it does not import."""
+    """Megatron's module; None if this release lacks the module, or it does not import."""
     try:
         return import_module(name)
-    except Exception:  # noqa: BLE001 - of any release's code; there is no object to restore then
+    except Exception:  # noqa: BLE001 - of any release's code; no object has to be restored then
         return None
 
 
 def _replace(old: Mapping[str, ModuleType], new: Mapping[str, ModuleType]) -> None:
-    """In all modules of Megatron, replace objects of ``old`` by those of the same names in ``new``.
+    """In all modules of Megatron, replace objects of ``old`` by their namesakes in ``new``.
 
-    Objects are found by identity: a module may have imported one under another name.
+    Objects are found by identity: a module may have imported an object under another name.
     """
     replacements: dict[int, Any] = {}
     for name, module in new.items():
@@ -144,7 +144,8 @@ class _Hook(MetaPathFinder, Loader):
             ]
             return PathFinder.find_spec(fullname, folders)
         if suffix not in MODULES:
-            # Not left to other finders: they would find our files, and import them a second time.
+            # No later finder may take over: it would find megackpt's files, and import them a
+            # second time.
             raise ModuleNotFoundError(
                 f"{fullname} has no counterpart in {PACKAGE}, which is installed in the place "
                 f"of {THEIRS}",
@@ -160,7 +161,7 @@ class _Hook(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module, which has been executed, its own spec again."""
+        """Restore the original spec of the module, which has been executed."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 

@@ -1,8 +1,8 @@
 """Megatron's ``MCoreTensorAwareStateDict``: the state that a manager of local checkpoints saves.
 
-Local checkpoints are files of one rank each, on its own node, for a restart at the same
-parallelism. nvidia-resiliency-ext writes and reads them, and sends them between nodes. It pickles
-this object, and its load runs pickle.
+Each local checkpoint is a file of one rank, on the node of the rank, for a restart at the same
+parallelism. nvidia-resiliency-ext writes and reads the files, and sends them between nodes. It
+pickles this object, and unpickles the object at a load.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ Sent = tuple[Declarations, CompareRequest]
 
 @dataclass(eq=False)
 class MCoreTensorAwareStateDict(TensorAwareStateDict):
-    """One rank's state. Its tensors can be taken out, sent apart, and put back.
+    """One rank's state. Its tensors can be taken out, sent separately, and inserted again.
 
     A subclass of nvidia-resiliency-ext's ``TensorAwareStateDict``, where that package is installed.
     Make one by ``from_state_dict``. Methods raise CheckpointingException if they need the tensors
     and the state is hollow, or the reverse.
 
     Attributes:
-        common: what is not sharded. Each rank keeps its own.
+        common: the unsharded values. Each rank keeps its values.
         sharded_state_dict: declarations of the sharded part, in their places. A tensor that
             another rank keeps has data None.
     """
@@ -94,7 +94,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     sharded_state_dict: dict[Any, Any] = field(repr=False)
     _is_hollow: bool = False
     _devices: list[str | None] | None = None
-    """For each tensor the type of its first device, None without data. None: all are there."""
+    """By tensor: the type of its first device (None: no data). None: no tensor has moved."""
 
     @classmethod
     def from_state_dict(
@@ -106,16 +106,17 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
         """The state of this rank, and metadata for later calls. Collective over all ranks.
 
-        The tensors are those of the caller, and not copied: see ``copy_tensors_to_cpu``.
+        The state refers to the caller's tensors, without a copy: see ``copy_tensors_to_cpu``.
 
         Args:
-            algo: "atomic": each rank keeps all that it declares. "fully_parallel": of a tensor
-                that several ranks declare one keeps the data, so that all keep about as much.
+            algo: "atomic": each rank keeps all tensors that it declares. "fully_parallel": one of
+                the ranks that declare a tensor keeps its data, so that all ranks keep about the
+                same number of bytes.
             parallelization_group: the ranks that share tensors (None: all ranks).
-            cached_metadata: what an earlier call returned. If it fits on all ranks, the
-                declarations are not checked and distributed again.
+            cached_metadata: the metadata that an earlier call returned. If it fits on all ranks,
+                the declarations are not checked and distributed again.
 
-        Raises ShardingError and CoverageError as a save does, CheckpointingException for another
+        Raises ShardingError and CoverageError like a save, CheckpointingException for another
         ``algo``.
         """
         rank, size = messages.rank_and_size(parallelization_group)
@@ -179,17 +180,17 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     ) -> Any:
         """The state dict asked for, with the values of this one. Collective over all ranks.
 
-        Values are the tensors of this state. With "fully_parallel", those that another rank keeps
-        are received into the caller's tensors, or into new ones. Without a ``sharded_state_dict``
-        the result is the common state.
+        Values are the tensors of this state. With "fully_parallel", tensors that another rank keeps
+        are received into the caller's tensors, or into new tensors. Without a
+        ``sharded_state_dict`` the result is the common state.
 
         Args:
-            algo: as in ``from_state_dict``.
+            algo: see ``from_state_dict``.
             exchange_algo: "broadcast", "gather_rounds" or "gather_object".
             validate_access_integrity: check that all ranks ask for every element exactly once.
             parallelization_group: the group of ``from_state_dict``.
-            strict: as in ``load``.
-            return_mismatch_keys: return (state, missing, unexpected), as ``load`` does for
+            strict: see ``load``.
+            return_mismatch_keys: return (state, missing, unexpected), like ``load`` for
                 "return_all". Keys that no rank asks for are the same on all ranks.
 
         Raises MismatchError for keys, shapes or boxes that differ; CheckpointingException if no
@@ -211,7 +212,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         leaves = list(tree.nested_values(self.sharded_state_dict))
 
         def compare() -> tuple[Comparison, Declarations]:
-            # Here, as the other ranks would wait for one that raised before.
+            # The checks are here: all other ranks would wait for a rank that raised earlier.
             _check_name("algo", algo, ALGORITHMS)
             _check_name("exchange_algo", exchange_algo, EXCHANGES)
             self._expect(hollow=False)
@@ -338,8 +339,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
         """Replace the tensors by copies on the CPU, and the rest of the state by copies.
 
-        After this, and a synchronisation of the device if ``non_blocking``, training may change
-        what it gave to ``from_state_dict``.
+        After this, and a synchronisation of the device if ``non_blocking``, training may change the
+        state dict that it gave to ``from_state_dict``.
         """
         self._expect(hollow=False)
         self._devices = self._origins()

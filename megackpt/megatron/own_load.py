@@ -1,4 +1,4 @@
-"""A load by a strategy of the caller's own: see ``own_strategies``."""
+"""A load by a custom strategy: see ``own_strategies``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def load(
     timeout: Any,
     **unsupported: Any,
 ) -> Any:
-    """A load by the strategy. The arguments are those of ``megackpt.load``."""
+    """A load by the strategy. The arguments have the meaning of ``megackpt.load``."""
 
     def opened() -> tuple[Storage, Mapping[Any, Any]]:
         given = [name for name, value in unsupported.items() if value]

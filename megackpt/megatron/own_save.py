@@ -1,4 +1,4 @@
-"""A save by a strategy of the caller's own: see ``own_strategies``."""
+"""A save by a custom strategy: see ``own_strategies``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save(
     timeout: Any,
     **options: Any,
 ) -> AsyncRequest | None:
-    """A save by the strategy. ``options`` are those of ``SaveRequest.of``."""
+    """A save by the strategy. ``options`` are the options of ``SaveRequest.of``."""
     group = group_over(process_group, timeout, f"save {directory}")
     session = checkpoint.SaveSession(
         str(directory), timeout, name_here(group.rank), group
@@ -129,7 +129,7 @@ class _OwnSave:
         request = None
         with checkpoint.staging_storage(self.request.directory, self.save_id) as root:
             self.root = root
-            # A directory of its own in the staging directory, with the name of the final one.
+            # A separate directory in the staging directory, with the name of the final directory.
             path = os.path.join(root.location, os.path.basename(self.request.directory))
             os.makedirs(path, exist_ok=True)
             self.outer.path = os.path.realpath(path)
@@ -180,8 +180,8 @@ class _OwnSave:
         )
 
     def refuse_others(self) -> None:
-        """BackendError for files that the strategy writes beside a save of the engine."""
-        found = os.walk(self.outer.path)  # nothing, when the engine has committed
+        """BackendError for files that the strategy writes in addition to a save of the engine."""
+        found = os.walk(self.outer.path)  # empty when the engine has committed
         extra = [name for _, _, names in found for name in names]
         if extra:
             raise BackendError(
@@ -193,8 +193,8 @@ class _OwnSave:
     def agree(self, outcome: Callable[[], object]) -> None:
         """Raise the error of any rank on all ranks, and end the save then. Collective.
 
-        It is a call of its own: the strategy may have made others, of the engine. Whether it has
-        must be so on all ranks.
+        The step is a separate collective call, since the strategy may have called the engine
+        before. Either all ranks have called the engine, or none.
         """
 
         def work() -> bool:

@@ -1,11 +1,12 @@
-"""Saves and loads by a strategy of the caller's own: a class with a ``save`` or ``load`` method.
+"""Saves and loads by a custom strategy: a class of the caller's with ``save`` or ``load``.
 
-The strategy writes and reads the files; the rest is as in other saves and loads: declarations are
-checked on all ranks, the strategy writes into a staging directory, and one step commits it. The
-index of a format that megackpt does not know lists the files, with their digests.
+The strategy writes and reads the files. The engine does the rest: it checks declarations on all
+ranks, gives the strategy a staging directory, and commits the directory in one step. The index of a
+format that megackpt does not know lists the files, with their digests.
 
-A strategy may also call the method of ours that it overrides. The save or load of the engine then
-runs there, with the state that the strategy passes, and with the arguments of the caller.
+A strategy may also call the method of megackpt that it overrides. The save or load of the engine
+then runs inside that call, with the state that the strategy passes, and with the arguments of the
+caller.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _inner: ContextVar[bool] = ContextVar("inner", default=False)
 
 
 def is_inner() -> bool:
-    """Is a strategy's own code to be passed over, because a method of ours was called?"""
+    """Whether to skip a custom strategy's code, because it has called the overridden method."""
     return _inner.get()
 
 
@@ -73,10 +74,10 @@ def running(outer: Outer | None) -> Iterator[None]:
 
 
 def outer_run(directory: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """What a method of ours runs that is called with this directory.
+    """The function that an overridden method runs for this directory.
 
-    ``otherwise``, unless a strategy that saves to, or loads from, this directory has called it.
-    The strategy's own code is passed over.
+    It is the engine's save or load if the running strategy saves to, or loads from, this
+    directory. Else it is ``otherwise``. Either function skips the strategy's code.
     """
     outer = _outer.get()
 
@@ -95,7 +96,7 @@ def outer_run(directory: Any, otherwise: Callable[..., Any]) -> Callable[..., An
 
 
 class OwnFormat(Backend):
-    """The files of a strategy of the caller's own, each as an object."""
+    """The files of a custom strategy, each as an object."""
 
     def __init__(self, name: str, version: int, encoding: str = "raw") -> None:
         reads = frozenset({version})
@@ -139,7 +140,7 @@ def handled(strategy: Any, state: Any) -> Any:
 
 
 def files_below(root: Storage) -> list[str]:
-    """All files below a staging directory but those of the library."""
+    """All files below a staging directory except the files of the library."""
     waiting = root.list()
     found = []
     while waiting:

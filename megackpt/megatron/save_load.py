@@ -36,7 +36,7 @@ load_common = loader.load_common_state_dict
 
 
 def _legacy_common_state_exists(checkpoint_dir: Directory) -> bool:
-    """Whether the common state is a file of its own, as Megatron up to 0.18 and we write it."""
+    """Whether the common state is a separate file (Megatron up to 0.18, and megackpt)."""
     try:
         storage = root_at(checkpoint_dir)
     except (FileNotFoundError, NotADirectoryError):
@@ -69,7 +69,7 @@ class LoadOptions(TypedDict, total=False):
 def _in_either_order(function: F) -> F:
     """Accept the positional arguments of 0.16, and of 0.19, which has no ``common_strategy``.
 
-    The argument at its place is a bool there.
+    0.19 has a bool at that place.
     """
 
     @wraps(function)
@@ -189,4 +189,4 @@ def verify_integrity_manifest(checkpoint_dir: str | Path) -> None:
 def validate_sharded_objects_handling(
     sharded_strategy: Any, common_strategy: Any
 ) -> None:
-    """Do nothing: every format here stores objects."""
+    """No effect: every format here stores objects."""

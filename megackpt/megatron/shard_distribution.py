@@ -1,7 +1,7 @@
 """Megatron's ``exchange_utils`` and the functions of ``strategies.fully_parallel``.
 
-``megackpt.save`` and ``load`` plan this themselves. These functions are for strategies of the
-caller's own, and for programs that call them.
+``megackpt.save`` and ``load`` plan this themselves. These functions are for custom strategies, and
+for programs that call the functions.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def distribute_main_replicas_with_precomputed_distribution(
 ) -> None:
     """Set ``replica_id`` in place: 0 of shards that the distribution assigns to this rank, else 1.
 
-    Nothing is changed in a group of one rank. Raises ValueError for None in a larger one.
+    A group of one rank keeps its shards unchanged. Raises ValueError for None in a larger group.
     """
     rank, size = messages.rank_and_size(parallelization_group)
     if size <= 1:
@@ -128,8 +128,8 @@ def exchange_loaded_tensors_broadcast(
 ) -> Tensors:
     """Broadcast each shard that several ranks need, from the rank that has loaded it.
 
-    Returns what this rank has loaded and what it has received: into the data of
-    ``unloaded_shards``, or into new tensors.
+    Returns the tensors that this rank has loaded, and the tensors that it has received into the
+    data of ``unloaded_shards`` or into new tensors.
     """
     rank, _ = messages.rank_and_size(parallelization_group)
     device = messages.message_device(parallelization_group)
@@ -168,10 +168,11 @@ def exchange_loaded_tensors_gather_object(
     shard_distribution: ShardDistribution | None = None,
     parallelization_group: Any = None,
 ) -> Tensors:
-    """What all ranks of the group have loaded, pickled. Takes the memory of all of it."""
+    """Gather the loaded tensors of all ranks of the group by pickles, in every rank's memory."""
     packed = {}
     for name, tensor in loaded_tensors.items():
-        # As bytes, because torch does not unpickle every dtype. Of a view it pickles all storage.
+        # As bytes, because torch does not unpickle every dtype. It pickles a view with all its
+        # storage.
         compact = tensor.detach().clone(memory_format=torch.contiguous_format)
         octets = compact.reshape(-1).view(torch.uint8)
         packed[name] = octets, tensor.dtype, tensor.shape
@@ -192,9 +193,9 @@ EXCHANGES = {
 
 
 def exchange_loaded_objects_gather_object(loaded_objects: Any) -> dict[Any, Any]:
-    """What all ranks have loaded. Collective over all ranks.
+    """The objects that all ranks have loaded. Collective over all ranks.
 
-    Raises CheckpointingException if two ranks have loaded the same.
+    Raises CheckpointingException if two ranks have loaded the same object.
     """
     return _gather_loaded(loaded_objects, None)
 
@@ -228,9 +229,9 @@ def receive_lacking(
 ) -> Tensors:
     """The wanted tensors that this rank does not keep, by box. Collective over the group.
 
-    Each is sent by the lowest rank that keeps it, whatever the distribution was at the save, into
-    the wanted shard's data, or into a new tensor where that is absent, on the meta device or of
-    another dtype. What no rank keeps is left out.
+    The lowest rank that keeps a tensor sends it, whatever the distribution was at the save. It is
+    received into the wanted shard's data, or into a new tensor if the data is absent, on the meta
+    device or of another dtype. The result omits tensors that no rank keeps.
     """
     rank, _ = messages.rank_and_size(process_group)
     own = {shard_box(shard): shard for shard in kept}

@@ -1,4 +1,4 @@
-"""Megatron's strategy classes: each is a Strategy of ours that also saves or loads when called."""
+"""Megatron's strategy classes: each is a megackpt Strategy that also saves or loads when called."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ async_calls = AsyncCallsQueue()
 
 
 class _OpenStrategy(Strategy):
-    """A Strategy that takes any attribute, compares by identity, and may have code of its own.
+    """A Strategy that takes any attribute, compares by identity, and may have custom code.
 
     Callers set attributes on Megatron's strategies and keep them in sets. A Strategy is frozen;
-    attributes have no effect on a save or load. A class of the caller's with a method ``save``,
-    ``async_save`` or ``load`` saves or loads by it: see ``own_strategies``.
+    attributes have no effect on a save or load. A derived class with a method ``save``,
+    ``async_save`` or ``load`` saves or loads by that method: see ``own_strategies``.
     """
 
     __setattr__ = object.__setattr__
@@ -57,7 +57,7 @@ class _OpenStrategy(Strategy):
         return None
 
     def _has_own(self, *methods: str) -> bool:
-        """Does a class that is not ours define one of these methods, here or in the base?"""
+        """Does a custom class define one of these methods, itself or in a base?"""
         for kind in type(self).__mro__:
             is_ours = kind.__module__.startswith("megackpt.")
             if not is_ours and not vars(kind).keys().isdisjoint(methods):
@@ -77,7 +77,7 @@ class SaveShardedStrategy(SaveStrategyBase):
         checkpoint_dir: Directory,
         async_strategy: str = "nvrx",
     ) -> None:
-        """Save this as a checkpoint of its own, which is complete when this returns.
+        """Save a separate checkpoint, which is complete when this returns.
 
         Called from an overriding ``save`` with the directory of that save, it writes to the running
         save.
@@ -113,10 +113,10 @@ class LoadStrategyBase(_OpenStrategy):
     """The base of strategies that load."""
 
     def check_backend_compatibility(self, loaded_backend: Any) -> None:
-        """Do nothing: a load raises if it cannot read a format."""
+        """No effect: a load raises if it cannot read a format."""
 
     def check_version_compatibility(self, loaded_version: Any) -> None:
-        """Do nothing: a load raises if it cannot read a version."""
+        """No effect: a load raises if it cannot read a version."""
 
 
 class LoadShardedStrategy(LoadStrategyBase):
@@ -156,7 +156,7 @@ class LoadShardedStrategy(LoadStrategyBase):
 class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
     """Saves torch_dist: ``thread_count`` files for each rank.
 
-    Keys that begin with ``separation_hint`` get files of their own. The other arguments have no
+    Keys that begin with ``separation_hint`` get separate files. All further arguments have no
     effect: one rank writes each shard, and a plan is used again if it fits.
     """
 
@@ -196,7 +196,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
 
 
 class ZarrSaveShardedStrategy(AsyncSaveShardedStrategy):
-    """Saves zarr. Version 2 is zarr v3; to save version 1 (zarr v2, Megatron's own) raises."""
+    """Saves zarr. Version 2 is zarr v3; to save version 1 (Megatron's zarr v2) raises."""
 
     def __init__(self, backend: str = "zarr", version: int | None = None) -> None:
         super().__init__(backend, version)
@@ -221,7 +221,7 @@ class FullyParallelSaveStrategyWrapper(
 ):
     """``megackpt.FullyParallelSaveStrategyWrapper`` with Megatron's further arguments.
 
-    Around a strategy with a ``save`` of its own, it distributes the main replicas as Megatron does.
+    Around a custom strategy with ``save``, it distributes the main replicas like Megatron.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class FullyParallelLoadStrategyWrapper(
 ):
     """``megackpt.FullyParallelLoadStrategyWrapper`` with Megatron's further arguments.
 
-    Around a strategy with a ``load`` of its own, it loads each shard on one rank of the group, and
+    Around a custom strategy with ``load``, it loads each shard on one rank of the group, and
     exchanges them.
     """
 
@@ -422,11 +422,11 @@ class MCoreSavePlan:
 
 
 def register_default_common_strategies() -> None:
-    """Do nothing: the formats are registered."""
+    """No effect: the formats are registered."""
 
 
 def register_default_torch_strategies() -> None:
-    """Do nothing: the formats are registered."""
+    """No effect: the formats are registered."""
 
 
 _FORMATS = (
@@ -467,9 +467,9 @@ def get_default_strategy(
     backend: str,
     version: int | None = None,
 ) -> Any:
-    """The strategy registered for this, else the format's own. Raises BackendError if none is.
+    """The strategy registered for these arguments, else the default of the format.
 
-    ``version`` None: the format's newest.
+    ``version`` None: the format's newest. Raises BackendError if the format is not registered.
     """
     found = strategies.get_default_strategy(action, backend, version)
     return callable_strategy(action, found)

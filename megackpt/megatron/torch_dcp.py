@@ -86,7 +86,7 @@ class CachedMetadataFileSystemReader(dcp.FileSystemReader):
 
     @classmethod
     def clear_metadata_cache(cls) -> None:
-        """Do nothing: nothing is cached."""
+        """No effect: no metadata is cached."""
 
 
 def _get_filesystem_reader(

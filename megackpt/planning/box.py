@@ -84,7 +84,7 @@ class Box:
             if start < stop:
                 yield self
             return
-        # A row is what one index of the first axis selects.
+        # A row is the part that one index of the first axis selects.
         row = Box(self.offset[1:], self.shape[1:])
         while start < stop:
             number, skipped = divmod(start, row.volume)
@@ -223,7 +223,7 @@ class Groups:
 def distinct(column: NDArray[Any], count: int) -> tuple[Int64, Int64]:
     """The distinct numbers in a column, ascending, and for each element its number among these.
 
-    As by ``np.unique``, but without a sort: all are below ``count``.
+    Like ``np.unique``, but without a sort: all numbers are below ``count``.
     """
     is_there = np.zeros(count, np.bool_)
     is_there[column] = True

@@ -47,7 +47,7 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
 class CachedPlan:
     """A rank's part of an earlier planning round.
 
-    ``first_id`` is the id of the save that made it, alike on all ranks. Only the coordinator has
+    ``first_id`` is the id of the save that made it, the same on all ranks. Only the coordinator has
     ``manifest``. ``audit`` is the rank's and rank 0's part of the saver's audit. ``differed``: the
     common state of this rank differed from rank 0's in that round.
     """
@@ -76,7 +76,7 @@ class PlanCache:
     _saves: Counter[int | None] = field(default_factory=Counter)
 
     def turn(self, fingerprint: int | None) -> int:
-        """How many saves of these declarations were begun before, for audits that take turns."""
+        """How many saves of these declarations have started before, for audits that take turns."""
         self._saves[fingerprint] += 1
         return self._saves[fingerprint] - 1
 

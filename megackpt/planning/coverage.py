@@ -23,8 +23,8 @@ def uncovered(declared: Declarations, thorough: bool = True) -> dict[str, str]:
 
     A text a key: different shapes, dtypes or kinds, boxes out of bounds, holes, overlaps,
     and boxes with no or several main replicas. A box without elements may have any number of
-    main replicas, but each key needs one. If not ``thorough``, only what no save may ignore:
-    keys that would be lost or are ambiguous, and shards to write outside of their tensors.
+    main replicas, but each key needs one. If not ``thorough``, only the problems that no save may
+    ignore: keys that would be lost or are ambiguous, and shards to write outside of their tensors.
     """
     tensors = declared.tensors
     shards = declared.shards

@@ -1,7 +1,7 @@
 """Error texts about coverage: the region, the ranks that declare it, and the likely cause.
 
-Used for tensors that are known to be wrong. Slower than the check, but bounded: a few keys,
-regions and ranks are named, the others counted.
+Used for tensors that are known to be wrong. Slower than the check, but bounded: a few keys, regions
+and ranks are named, the rest is counted.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def explain(
 
 
 def join_problems(problems: Mapping[str, str]) -> str:
-    """One text: the first problem of each of EXPLAINED kinds of keys; the others are counted."""
+    """One text: the first problem of each of EXPLAINED kinds of keys, and a count of the rest."""
     kinds: dict[str, list[str]] = {}
     for key in problems:
         kinds.setdefault(key_pattern(key), []).append(key)

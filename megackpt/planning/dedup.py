@@ -1,7 +1,7 @@
 """Which replica writes (or reads) each shard: one holder of each, with balanced bytes.
 
-Shards are assigned in an order that balances well: those with the fewest holders first, among
-these the largest first, each to its least loaded holder, of equals to the lower rank.
+Shards are assigned in an order that balances well: shards with the fewest holders come first, among
+equals the largest. Each goes to its least loaded holder, among equals to the lowest rank.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def assign(declared: Declarations, balance: bool = True) -> Int64:
 
     A tensor's candidates are the ranks that hold the shard in the domain of its main replica. An
     object is written by its main replica, as its copies often differ (the state of a random
-    number generator). Without ``balance`` main replicas write everything. Of several main
-    replicas (which coverage refuses) the first one counts. The result depends on the
-    declarations only. Objects weigh their nominal ``nbytes``.
+    number generator). Without ``balance`` main replicas write everything. If there are several main
+    replicas (which coverage refuses), the first one counts. The result depends on the declarations
+    only. Objects weigh their nominal ``nbytes``.
     """
     shards = declared.shards
     rows = shards.order

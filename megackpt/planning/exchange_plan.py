@@ -28,17 +28,17 @@ from megackpt.planning.manifest import (
 )
 
 READ_UNIT = 16 << 20
-"""Bytes of a larger chunk that one rank reads. Others that want the chunk read the next ones."""
+"""Bytes of a larger chunk that one rank reads. Another rank that wants it reads the next unit."""
 SMALL_READS = 1 << 20
 """Regions that the same ranks want are divided among these in stretches of at least these bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfers:
-    """Regions that pass between this rank and others, in the same order at both ends.
+    """Regions that pass between this rank and its peers, in the same order at both ends.
 
-    ``peer`` is the rank at the other end. It is this rank itself where two of its rows want
-    one region. ``row`` and ``peer_row`` are rows of what this rank and the peer want.
+    ``peer`` is the rank that sends or receives. It is this rank itself if two of its rows want one
+    region. ``row`` and ``peer_row`` are rows of the declarations of this rank and of the peer.
     """
 
     peer: Int64
@@ -70,8 +70,8 @@ def plan_exchange(
     """The plan of each rank for the load in which rank i wants ``parts[i]``.
 
     Ranks of one domain exchange regions that several of them want in one dtype: they send the
-    values after conversion. Within a domain the reads are balanced by bytes. A rank reads
-    itself what no other rank wants, and the rows ``apart[i]`` of ``parts[i]``. Raises as
+    values after conversion. Within a domain the reads are balanced by bytes. A rank reads itself
+    the regions that no other rank wants, and the rows ``apart[i]`` of ``parts[i]``. Raises like
     ``plan_load``.
     """
     wanted = Declarations.merge(parts)
@@ -120,9 +120,9 @@ def _by_rank(rows: Int64, rank: Int64, ranks: int) -> list[Int64]:
 
 
 def _owners(plan: LoadPlan, wanted: Declarations, holder: Int64, alone: Int64) -> Int64:
-    """A number for each row of the plan, equal where one rank could read for the other.
+    """A number for each row of the plan: one rank can read a region for all rows of one number.
 
-    The wanted rows ``alone`` have numbers of their own.
+    Each of the wanted rows ``alone`` has a different number.
     """
     dtypes = list(ITEMSIZE)
     kinds = [dtypes.index(entry.meta.dtype) for entry in wanted.tensors]
@@ -209,7 +209,7 @@ def _sources(plan: LoadPlan, rank: Int64, regions: Groups) -> Int64:
     order = np.lexsort((*offsets, chunks.start[chunk], chunks.file[chunk], ranks))
     alike = Groups(order, runs(ranks[order]))  # regions of one set of ranks
 
-    # From here on by order: the bytes of the set, and those before each region in it.
+    # From here on by order: the bytes of the set, and the bytes before each region in it.
     number = alike.number
     nbytes = nbytes[order]
     count = count[order]

@@ -34,7 +34,7 @@ PAIRS = 1 << 19
 def plan_load(wanted: Declarations, manifest: Manifest) -> LoadPlan:
     """The regions to read, ordered by row of ``wanted``; each lies in one stored chunk.
 
-    Flexible rows get their overlap with the stored tensor. Stored chunks must cover all others.
+    Flexible rows get their overlap with the stored tensor. Stored chunks must cover all other rows.
     Raises MismatchError for keys that are not stored, for tensors asked for as objects and the
     reverse, and for boxes beyond the stored shape; CorruptCheckpoint where stored chunks leave a
     hole in a wanted box, or overlap in it. All problems of one sort at once. Dtypes are compared
@@ -97,8 +97,8 @@ def _overlaps(
 ) -> tuple[Int64, Int64]:
     """All pairs (wanted row, chunk) that share an element, in this order.
 
-    A tensor's chunks are sorted along its most divided axis, and compared are only those in the
-    range along this axis that may meet the wanted box.
+    A tensor's chunks are sorted along its most divided axis. Only chunks in the range along this
+    axis that may meet the wanted box are compared.
     """
     bounds = runs(owner)[:-1]
     axes = np.zeros(int(stored.max(initial=0)) + 1, np.int64)
@@ -125,7 +125,7 @@ def _overlaps(
     start, stop, low, high = np.split(number, np.cumsum(list(map(len, ends[:3]))))
     order = np.argsort(start, kind="stable")
     chunks = chunks.take(order)
-    # Chunks before ``first`` end before the wanted box, those from ``last`` on begin behind it.
+    # Chunks before ``first`` end before the wanted box. Chunks from ``last`` on begin behind it.
     first = np.searchsorted(np.maximum.accumulate(stop[order]), low, side="right")
     last = np.searchsorted(start[order], high, side="left")
     counts = np.maximum(0, last - first)
@@ -156,7 +156,7 @@ def _overlaps(
 
 
 def _sound(manifest: Manifest, chunks: Boxes, owner: Int32) -> Bool:
-    """For each stored tensor: do its chunks tile it? Then volumes alone show what is covered."""
+    """For each stored tensor: do its chunks tile it? Then volumes alone show the coverage."""
     sound = np.zeros(len(manifest.tensors), np.bool_)
     full = np.flatnonzero(chunks.volume > 0)
     numbers = owner[full]

@@ -98,7 +98,7 @@ def plan_save(
     row = assign(declared, policy.balance)
     keep = declared.boxes.volume[row] > 0
     if not keep.all():
-        # Of each tensor without elements one empty shard stays.
+        # Each tensor without elements keeps one empty shard.
         empty = np.flatnonzero(~keep)
         numbers, first = np.unique(declared.tensor[row[empty]], return_index=True)
         for number, place in zip(numbers.tolist(), empty[first].tolist(), strict=True):
@@ -162,7 +162,7 @@ def _plans(
     row: Int64,
     chunks: Chunks,
 ) -> list[SavePlan]:
-    """The plan of each rank, in numbers of its own table of tensors and of its own rows.
+    """The plan of each rank, in numbers of the rank's table of tensors and of the rank's rows.
 
     ``row`` is for each chunk the row of the merged declarations that holds it.
     """

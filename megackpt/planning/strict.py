@@ -1,4 +1,4 @@
-"""Keys, shapes and dtypes that a load asks for, compared with those that are stored.
+"""Requested keys, shapes and dtypes of a load, compared with the stored ones.
 
 Tensors are compared by key, objects by unique key: an object whose grid changed is another
 object. The common state is not counted.
@@ -58,13 +58,13 @@ class StoredNames:
             self._patterns.setdefault(key_pattern(name), name)
 
     def note(self, name: str) -> str:
-        """A remark on a name that is not stored; "" if nothing stored is similar."""
+        """A remark on a name that is not stored; "" if no stored name is similar."""
         meta = self._metas.get(name) or self._metas.get(name.rpartition("/shard_")[0])
         if meta is not None:
             if meta.is_object:
                 return f" (stored as objects of the grid {meta.shape})"
             return f" (stored as a tensor {meta.shape} {meta.dtype}, asked for as an object)"
-        # Names that differ in numbers only are of other layers.
+        # Names that differ in numbers only belong to other layers.
         pattern = key_pattern(name)
         if pattern in self._patterns:
             return ""
@@ -102,7 +102,7 @@ class StrictHandling(Enum):
     """Unexpected keys raise, missing ones are ignored: to load a part on purpose."""
     RAISE_ALL = "raise_all"
     RETURN_UNEXPECTED = "return_unexpected"
-    """Leave unexpected keys out, and return them beside the state."""
+    """Leave unexpected keys out, and return them together with the state."""
     RETURN_ALL = "return_all"
     IGNORE_ALL = "ignore_all"
     """Leave unexpected keys out silently."""
@@ -294,7 +294,7 @@ class Unasked(NamedTuple):
 
 
 def unasked(asked: Collection[str], manifest: Manifest) -> list[Unasked]:
-    """Stored keys that are not among those asked for, in groups, the largest first."""
+    """Stored keys that the load does not ask for, in groups, the largest first."""
     chunks = manifest.chunks
     nbytes = np.bincount(chunks.tensor, chunks.length, len(manifest.tensors))
     groups: dict[str, list[int]] = {}

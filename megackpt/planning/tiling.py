@@ -50,9 +50,9 @@ def tile_exactly(boxes: Boxes, bounds: Int64, whole: Int64) -> NDArray[np.bool_]
 def _are_ranges(
     boxes: Boxes, counts: Int64, whole: Int64, wanted: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Which of the wanted runs are ranges of contiguous elements, one after the other?
+    """Which of the wanted runs are successive ranges of contiguous elements?
 
-    Of runs that are in bounds and of full volume.
+    The wanted runs are in bounds and of full volume.
     """
     run = np.repeat(np.arange(len(counts)), counts)
     rows = np.flatnonzero(wanted[run])
@@ -145,7 +145,7 @@ def _blocks(counts: Int64, cuts: Sequence[Int64]) -> Iterator[tuple[Box, int]]:
         first = np.unravel_index(left.argmax(), left.shape)
         alike = left & (counts == counts[first])
         block = [slice(i, i + 1) for i in map(int, first)]
-        for axis in reversed(range(len(block))):  # as far as all cells are alike
+        for axis in reversed(range(len(block))):  # as far as all cells have one count
             begin = block[axis].start
             block[axis] = slice(begin, None)
             others = tuple(other for other in range(len(block)) if other != axis)

@@ -71,8 +71,8 @@ class AuditPolicy:
 class RankReplicas:
     """The rows of a rank's declarations that other ranks hold, too.
 
-    Those of at most ``always`` bytes are compared in every save: of a sample as a whole, and
-    between the saves that ``policy.every`` names. The policy is that of rank 0.
+    Rows of at most ``always`` bytes are compared in every save: in full also in a sample, and also
+    between the saves that ``policy.every`` names. The policy comes from rank 0.
     """
 
     rows: Int32
@@ -84,7 +84,7 @@ class RankReplicas:
         return turn % self.policy.every == 0
 
     def small(self, declared: Declarations) -> RankReplicas:
-        """Those that are compared in every save. ``declared``: what this rank declares."""
+        """The rows that are compared in every save. ``declared``: the declarations of this rank."""
         return replace(self, rows=self.rows[declared.nbytes[self.rows] <= self.always])
 
 
@@ -98,7 +98,7 @@ class AllReplicas:
 
     @cached_property
     def small(self) -> AllReplicas:
-        """Those of ``RankReplicas.small``."""
+        """The shards of ``RankReplicas.small``."""
         is_small = self.shards.nbytes <= self.always
         entries = self.entries.order[is_small[self.entries.number]]
         is_sent = np.zeros(len(self.entries.order), np.bool_)
@@ -110,7 +110,10 @@ class AllReplicas:
         return AllReplicas(shards, Groups(place[entries], bounds), self.always)
 
     def differing(self, digests: Sequence[bytes]) -> list[ShardId]:
-        """The shards whose replicas differ. ``digests``: of each rank, in rank order."""
+        """The shards whose replicas differ.
+
+        ``digests``: the digests of each rank, in rank order.
+        """
         values = np.frombuffer(b"".join(digests), "u8").reshape(-1, 2)
         order = self.entries.order
         number = self.entries.number
@@ -165,7 +168,7 @@ def _small_enough(sizes: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class RankDigests:
-    """What a rank has hashed: for each of these declarations its blocks' numbers and digests."""
+    """The hashes of a rank: for each of these declarations its blocks' numbers and digests."""
 
     declared: Declarations
     blocks: list[Hashed]
@@ -196,9 +199,9 @@ def hash_replicas(
     held: Sequence[Any],
     turn: int,
 ) -> RankDigests:
-    """Hash this rank's replicas. ``turn`` numbers the saves, alike on all ranks.
+    """Hash this rank's replicas. ``turn`` numbers the saves, in the same way on all ranks.
 
-    Those that are no longer than a digest are their own digests, so that an error can show them.
+    A replica that is not longer than a digest is its digest, so that an error can show its values.
     """
     is_sample = replicas.policy.amount == "sample"
     turn //= replicas.policy.every
@@ -211,7 +214,7 @@ def hash_replicas(
         step = 1
         first = 0
         if is_sample and tensor.nbytes > replicas.always:
-            # Replicas of one key begin alike, and those of different keys do not.
+            # Replicas of one key start with the same block, and replicas of different keys do not.
             step = TURNS
             first = (turn + crc32(own.tensors[tensor_number].key.encode())) % TURNS
         numbers = []
@@ -249,7 +252,7 @@ def describe(
     found: Sequence[Blocks],
     manifest: Manifest,
 ) -> str:
-    """Which ranks differ in which blocks. ``found``: of each rank, ``RankDigests.of(shards)``."""
+    """Which ranks differ in which blocks. ``found``: for each rank ``RankDigests.of(shards)``."""
     lines = [_ADVICE]
     if statistics := sum(shard.key.endswith(_STATISTICS) for shard in shards):
         lines.append(_ABOUT_STATISTICS.format(statistics))
@@ -277,7 +280,7 @@ def _difference(
     meta = manifest.tensors[manifest.numbers()[shard.key]].meta
     nbytes = shard.box.volume * meta.itemsize
     writers = _writers(shard, manifest)
-    # In some blocks other ranks may differ than in others.
+    # Different ranks may differ in different blocks.
     blocks_of: dict[tuple[str, str], list[int]] = {}
     for block, ranks in of_block.items():
         if len(ranks) > 1:
@@ -300,7 +303,7 @@ def _difference(
 def _sides(
     ranks: Mapping[bytes, list[int]], writers: list[int], nbytes: int, dtype: str
 ) -> tuple[str, str]:
-    """The ranks of each digest, with the value if it is a short one; and what is stored."""
+    """The ranks of each digest, with the value if it is short; and whose value is stored."""
     groups = sorted(ranks.items(), key=lambda group: (-len(group[1]), group[1]))
     sides = []
     for value, those in groups:
@@ -319,7 +322,7 @@ def _sides(
 
 
 def _shown(value: bytes, dtype: str) -> str:
-    """The elements of a replica, in brackets; nothing for float8, float4 and complex numbers."""
+    """The elements of a replica, in brackets; empty for float8, float4 and complex numbers."""
     kind = getattr(torch, dtype)
     if kind.is_complex or (kind.is_floating_point and kind.itemsize == 1):
         return ""

@@ -1,4 +1,4 @@
-"""What one rank asks to be saved: its state, declared and checked without the other ranks."""
+"""The request of one rank for a save: its state, declared and checked without other ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Held = torch.Tensor | Callable[[], bytes]
 
 @dataclass(frozen=True, eq=False)
 class SaveRequest:
-    """What this rank asks to be saved. Row i of ``declared`` is ``shards[i]``.
+    """The request of this rank for a save. Row i of ``declared`` is ``shards[i]``.
 
     On rank 0 one more row declares the common state.
 
@@ -65,8 +65,8 @@ class SaveRequest:
         comparable: gives the view of the common state that ranks compare (None: all of it).
         fingerprint: equal for requests that one plan serves; None if that cannot be known.
         staging_memory: bytes for the copy of an asynchronous save (None: the default).
-        audit: what to compare of the shards that several ranks hold.
-        check_values: what to do about values that are NaN or infinite.
+        audit: the policy for the comparison of shards that several ranks hold.
+        check_values: the reaction to values that are NaN or infinite.
         groups: the parameter groups of optimizers, by name or position.
         objects: row of an object -> the rows that share its blob.
         blobs: row -> blob of an object that has been pickled for the check already.
@@ -127,7 +127,7 @@ class SaveRequest:
             stored.pop("dp_cp_group", None)  # Megatron's process group
             common[CONTENT_METADATA] = stored
         backend = resolved.make_writer()
-        # An empty common state is a file of ours, too.
+        # An indexed format stores an empty common state, too.
         has_common = backend.properties.indexed or bool(common)
         declared = declare(
             extracted.shards,
@@ -235,7 +235,7 @@ class SaveRequest:
         return needed
 
     def with_groups(self, groups: Mapping[tree.Path, bytes]) -> SaveRequest:
-        """This request with the pickled groups of other ranks in place of this rank's own."""
+        """This request with the pickled groups of other ranks in place of this rank's groups."""
         if not groups:
             return self
         common = tree.copied(self.common)
@@ -289,7 +289,7 @@ def _compact(leaf: Any) -> Any:
 
 
 def _view(comparable: Callable[[Any], Any] | None, common: Any) -> Any:
-    """What ranks compare of the common state; all of it if the caller's function fails."""
+    """The part of the common state that ranks compare; all of it if the caller's function fails."""
     if comparable is None:
         return common
     # The function may remove entries from its argument; these are saved all the same.

@@ -1,4 +1,4 @@
-"""What a save notes about the values of its tensors: how many are NaN or infinite, and how large.
+"""The notes of a save on the values of its tensors: how many are NaN or infinite, and how large.
 
 Each rank looks at the rows that it writes, before ``save`` returns, and sends two numbers a row
 with its result. Rank 0 merges them.
@@ -39,9 +39,9 @@ def _is_examined(dtype: torch.dtype) -> bool:
 
 
 def _examine(tensor: torch.Tensor) -> tuple[int, float]:
-    """How many elements are NaN or infinite, and the largest magnitude of the others.
+    """How many elements are NaN or infinite, and the largest magnitude of the finite ones.
 
-    That of a complex number is the larger one of its parts.
+    The magnitude of a complex number is the larger one of its parts.
     """
     nonfinite = 0
     largest = 0.0
@@ -83,7 +83,7 @@ def _examine_float8(block: torch.Tensor) -> tuple[int, float]:
 
 
 def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor in parts of at most ``_BLOCK`` elements; nothing if it is empty."""
+    """The tensor in parts of at most ``_BLOCK`` elements; an empty tensor has no parts."""
     if tensor.numel() <= _BLOCK:
         if tensor.numel():
             yield tensor
@@ -99,9 +99,11 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues | None:
-    """The numbers of each tensor. ``parts``: of each rank, in rank order; empty: not examined.
+    """The numbers of each tensor.
 
-    Raises ShardingError if only some of the ranks have examined theirs.
+    ``parts``: one part for each rank, in rank order; an empty one was not examined.
+
+    Raises ShardingError if only some of the ranks have examined their tensors.
     """
     rows = np.frombuffer(b"".join(parts), _ROW)
     # By rank, and within a rank in the order of its plan.

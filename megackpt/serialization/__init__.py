@@ -1,6 +1,6 @@
 """Python objects to bytes (blobs) and back, without running code that the bytes name.
 
-A blob is what ``torch.save`` writes, so torch and Megatron-Core read ours and we read theirs.
+A blob has the form of ``torch.save``, so megackpt, torch and Megatron-Core read each other's blobs.
 A load makes only classes of an allow-list. It changes no global state, so threads may load at
 the same time.
 """
@@ -40,11 +40,11 @@ def load(
 
     It makes plain data of Python, numpy and torch, and the classes in ``trusted`` and in
     ``torch.serialization.add_safe_globals``. Classes of Megatron-Core become StandIns unless
-    trusted. With ``stand_ins`` all others do, too.
+    trusted. With ``stand_ins`` all other classes do, too.
 
     Raises:
         UntrustedClass: the blob names any other class or function. None of its code ran.
-        RefusedObject: the blob is whole, but holds what a load never makes.
+        RefusedObject: the blob is whole, but holds objects that a load never makes.
         CorruptCheckpoint: the blob is damaged.
         CheckpointingException: torch, or a trusted class, raised a RuntimeError.
 

@@ -117,7 +117,7 @@ def _build_trusted(instance: Any, state: Any) -> None:
 
 
 def _set_attributes(instance: Any, state: Any) -> None:
-    """The state of an object that has nothing but attributes."""
+    """The state of an object that has only attributes."""
     names = state if type(state) is dict else (None,)
     for name in names:
         # An attribute with the name of a method would hide it.
@@ -176,7 +176,7 @@ def _zone(key: str, cached: bool = True) -> zoneinfo.ZoneInfo:  # noqa: ARG001 -
     if type(key) is not str or not _ZONE.fullmatch(key):
         raise CorruptCheckpoint("a time zone has a name that no time zone has")
     try:
-        # Always the cached object: each other one takes its own memory.
+        # Always the cached object: each new object would take memory.
         return zoneinfo.ZoneInfo(key)
     except (KeyError, OSError, ValueError) as error:
         raise CorruptCheckpoint(

@@ -1,7 +1,7 @@
 """The zip archive of torch.save: where its members are, and the bytes around new ones.
 
-Only stored, unencrypted members. Layout: APPNOTE.TXT (zip), and torch's own writer, whose members
-are in one folder, with payloads at multiples of ALIGNMENT.
+Only stored, unencrypted members. Layout: APPNOTE.TXT (zip), and torch's writer, whose members are
+in one folder, with payloads at multiples of ALIGNMENT.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STORAGES = {
     "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
 }
-"""dtype to the typed storage that torch.save names; all others have an untyped one."""
+"""dtype to the typed storage that torch.save names; all other dtypes have an untyped storage."""
 ALIGNMENT = 64
 LIMIT = 0xFFFF0000
 """Sizes and offsets from here on need zip64: with its header a payload may pass 4 GiB."""
@@ -66,8 +66,8 @@ class Member:
 class Archive:
     """An archive of ``size`` bytes.
 
-    Raises CorruptCheckpoint for what torch.save does not write: members that are compressed,
-    doubled, or outside of one folder; bytes after the directory.
+    Raises CorruptCheckpoint for contents that torch.save does not write: members that are
+    compressed, doubled, or outside of one folder; bytes after the directory.
     """
 
     def __init__(self, fetch: Read, size: int) -> None:
@@ -119,7 +119,7 @@ class Archive:
 
     @property
     def little_endian(self) -> bool:
-        """Was it written on a machine with the byte order of ours? Old torch does not say."""
+        """Was it written on a little-endian machine? Old torch does not say; then True."""
         if "byteorder" not in self.members:
             return True
         return self.content("byteorder", 1 << 10) == b"little"

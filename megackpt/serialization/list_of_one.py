@@ -1,7 +1,8 @@
-"""Blobs of ``value`` to blobs of ``[value]`` and back, by their opcodes: nothing is unpickled.
+"""Blobs of ``value`` to blobs of ``[value]`` and back, by their opcodes, without unpickling.
 
-Some of Megatron's formats keep an object in a list of one, others bare. Only the opcodes of the
-list change, so classes that nothing here knows survive. Opcodes: Python's pickletools.
+Some of Megatron's formats keep an object in a list of one, and the rest keep it bare. Only the
+opcodes of the list change, so classes that this module does not know survive. Opcodes: Python's
+pickletools.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def _without_frames(pickle: bytes) -> bytes:
 
 def _wrap(pickle: bytes) -> bytes:
     _check_single(pickle)
-    # The list gets no memo entry, so that all others keep their numbers.
+    # The list gets no memo entry, so that all other objects keep their numbers.
     return pickle[:2] + b"]" + pickle[2:-1] + b"a."
 
 

@@ -74,7 +74,7 @@ def _field(part: Any) -> np.dtype[Any]:
     """A dtype for a field."""
     if not isinstance(part, np.dtype) or part.names is not None or part.hasobject:
         raise CorruptCheckpoint("a numpy structure has a field that is not plain")
-    # A copy: the pickle may change its own later, to one that contains itself.
+    # A copy: the pickle may later change its dtype to a dtype that contains itself.
     return np.dtype(part, copy=True)
 
 

@@ -16,7 +16,7 @@ from megackpt.serialization.standins import StandIn
 from megackpt.serialization.trust import Name, refusal
 
 _SHARED = 256
-"""A larger value may share each of its parts so many times, on average."""
+"""How many times a larger value may share each of its parts, on average."""
 
 _ITEM = 16
 """Units that an item of a container costs. A byte or character costs one."""
@@ -27,7 +27,7 @@ _FREE_PARTS = 8
 _COLLISIONS = 256
 """Keys with one hash in one container: a look-up compares with each of them."""
 _SMALL = (1 << 61) - 1
-"""Integers below this hash to themselves, so each has a hash of its own."""
+"""Integers below this hash to themselves, so no two of them have one hash."""
 _STRINGS = (str, bytes, bytearray)
 _CONTAINERS = (tuple, list, dict, set, frozenset, range)
 _SPREAD = frozenset((str, bytes, bool, float, type(None)))
@@ -43,12 +43,12 @@ class Budget:
 
     def __init__(self, nbytes: int) -> None:
         self._left = _ITEM * nbytes + (1 << 20)
-        # Container identity -> (the container, hashes of its keys, how often they repeat). The
-        # reference to the container keeps others from getting its identity.
+        # Container identity -> (the container, hashes of its keys, how often they repeat). While
+        # the reference to the container exists, no other container has its identity.
         self._hashed: dict[int, tuple[object, set[int], dict[int, int]]] = {}
 
     def spend(self, units: int) -> None:
-        """Raises CorruptCheckpoint when nothing is left."""
+        """Raises CorruptCheckpoint when the budget is used up."""
         self._left -= units
         if self._left < 0:
             raise CorruptCheckpoint(

@@ -29,11 +29,11 @@ _PLAIN = frozenset((
     "megatron.core.transformer.enums.CudaGraphScope",
     "megatron.core.transformer.enums.ModelType",
 ))  # fmt: skip
-"""Enums and dataclasses whose construction runs no code: those that Megatron-Core calls safe."""
+"""Enums and dataclasses that Megatron-Core calls safe. Their construction runs no code."""
 
 
 def dump(value: Any, check: Callable[[Any], None] | None = None) -> bytes:
-    """The blob of a value: what torch.save writes.
+    """The blob of a value, in the form of torch.save.
 
     StandIns for plain classes of Megatron-Core are written as objects of these classes. ``check``
     gets each object inside, except Python's plain values and containers, and may raise.
@@ -66,9 +66,9 @@ def _save(value: Any, pickler: type) -> bytes:
 
 
 def _reduce_enum(value: Any) -> Any:
-    """What Python 3.11.4 and newer pickle of an enum member: its class and value.
+    """The class and value of an enum member, which Python 3.11.4 and newer pickle.
 
-    NotImplemented for all else, and for enums that define their own pickling.
+    NotImplemented for all other values, and for enums that define how they are pickled.
     """
     by_python = (
         isinstance(value, Enum) and type(value).__reduce_ex__ in _REDUCES_OF_PYTHON

@@ -1,7 +1,8 @@
 """The check at save: the unpickler of a load reads each blob that is about to be written.
 
-Opaque objects take the place of all classes that need trust, so no code of a class runs. All
-else is as in a load. So a save refuses the values that no load accepts, whatever it trusts.
+Opaque objects take the place of all classes that need trust, so no code of a class runs. In all
+other respects the check is a load. So a save refuses the values that no load accepts, whatever it
+trusts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StandInClass:
-    """A class by its name alone. A call makes a StandIn; nothing is imported."""
+    """A class by its name alone. A call makes a StandIn, without an import."""
 
     qualified_name: str
 

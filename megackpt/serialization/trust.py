@@ -51,7 +51,7 @@ def is_unsafe(module: str, name: str) -> bool:
 
 
 def trusted_globals(trusted: Sequence[Any] = ()) -> dict[str, Any]:
-    """Qualified name to class or function: those given, and those of torch's safe globals."""
+    """Qualified name to class or function: the ``trusted`` ones, and torch's safe globals."""
     import torch
 
     found: dict[str, Any] = {}
@@ -60,8 +60,8 @@ def trusted_globals(trusted: Sequence[Any] = ()) -> dict[str, Any]:
             value, name = given
             found[name] = value
             continue
-        # A method written in C, such as torch.relu, is pickled by its class and its own name. It
-        # may have no module.
+        # A method written in C, such as torch.relu, is pickled by its class and its name. The
+        # method may have no module.
         if isinstance(given, BuiltinFunctionType | MethodDescriptorType):
             reduced = given.__reduce__()
             if isinstance(reduced, tuple) and isinstance(reduced[1][0], type):

@@ -1,9 +1,9 @@
 """Python's restricted unpickler behind a scan, so that a pickle runs no code and stays bounded.
 
 The scan translates the pickle. Opcodes that call, hash or change a value become persistent ids:
-``function args REDUCE`` becomes ``persistent_load(((function, args), REDUCE))``. What remains
-builds numbers, text, lists and tuples only. So Python's unpickler calls nothing but ``find_class``
-and ``persistent_load``, and these do only what the rules of the caller allow.
+``function args REDUCE`` becomes ``persistent_load(((function, args), REDUCE))``. The remaining
+opcodes build numbers, text, lists and tuples only. So Python's unpickler calls only ``find_class``
+and ``persistent_load``, and these do only the actions that the rules of the caller allow.
 
 The scan also checks each length and memo index against the size of the pickle, because the
 unpickler allocates first and reads later. Opcodes: Python's pickletools.
@@ -37,7 +37,7 @@ class Rule:
         call: runs when the pickle calls the global.
         build: sets the state of an instance that the pickle made; takes it and the state.
         new: runs when the pickle makes an instance without a call; by default ``call``.
-        charge: charges the budget for what a call costs beside copying; takes the budget and
+        charge: charges the budget for the cost of a call without the copying; takes the budget and
             the arguments of the call.
         by_reference: the arguments are kept, not copied.
         trusted: the user trusts the global, so the call gets no limits and takes keywords.
@@ -102,7 +102,7 @@ _COUNTED = {
     for width, opcodes in {1: b"\x8a\x8cCU", 4: b"\x8bXB", 8: b"\x8d\x8e\x96"}.items()
     for opcode in opcodes
 }
-"""Opcode to the width of its count, which so many bytes follow."""
+"""Opcode to the width of its count. The counted bytes follow the count."""
 _OPERANDS = {
     b"R": b"\x86",  # function, arguments
     b"\x81": b"\x86",  # NEWOBJ: class, arguments
@@ -210,9 +210,9 @@ class Unpickler(pickle.Unpickler):
             ) from error
 
     def discard(self, kept: Container[int] | None = None) -> None:
-        """Clear the instances, except those with the identities ``kept``, to free them safely.
+        """Clear the instances, except instances whose ids are in ``kept``, to free them safely.
 
-        Instances that a trusted object may hold are left alone, unless nothing is kept.
+        Instances that a trusted object may hold are left alone, unless ``kept`` is None.
         """
         made = list(self._made.values())
         if kept is not None and any(rule.trusted for _, rule in made):
@@ -247,7 +247,7 @@ class Unpickler(pickle.Unpickler):
             self._find(self._unknown.module, self._unknown.name)
 
     def persistent_load(self, translated: Any) -> Any:
-        """Do what an opcode asks for. ``translated``: its operands, and the opcode."""
+        """Perform an opcode. ``translated``: its operands, and the opcode."""
         operands, opcode = translated
         if opcode in (_REDUCE, _NEWOBJ):
             function, args = operands
@@ -311,7 +311,7 @@ class Unpickler(pickle.Unpickler):
         return value
 
     def _check_parts(self, rule: Rule, parts: tuple[Any, ...]) -> None:
-        """Refuse what is for getattr only, where the check of the whole value would miss it."""
+        """Refuse names for getattr alone, which the check of the whole value would miss."""
         if rule.trusted and self._has_names:
             check_shape(parts)
         for part in parts:

@@ -50,7 +50,7 @@ class Buffer:
     """Host memory that another process can map by its descriptor.
 
     ``fd`` is a memfd. It is None where the system has no memfd: the memory belongs to this process
-    alone then. The memory is freed when nothing refers to the buffer any more.
+    alone then. The memory is freed with the last reference to the buffer.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
@@ -73,7 +73,7 @@ class Buffer:
         except AttributeError:  # not Linux
             return cls(size)
         except OSError as error:
-            # Others, such as too many open files, may be over at the next save.
+            # Other errors, such as too many open files, may be over at the next save.
             if error.errno not in _NO_MEMFD:
                 raise
             return cls(size)
@@ -143,10 +143,10 @@ class HostCopy:
         return views
 
     def check(self) -> None:
-        """Do nothing: this memory is ours."""
+        """No effect: the memory of a copy cannot change."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self.buffer.wait_for_devices()  # the other process has no access to the events
+        self.buffer.wait_for_devices()  # a worker process has no access to the events
         return HostCopy, (self.plan, self.buffer, self.starts, self.lengths)
 
 
@@ -192,8 +192,8 @@ class BufferPool:
     def prepare(self, size: int, cap: int, pin: Callable[[Buffer], object]) -> bool:
         """Make a buffer for a later lease of about ``size`` bytes, and ``pin`` it.
 
-        Others may lease meanwhile. False where all buffers would exceed ``cap`` bytes. Raises
-        StorageError as ``lease``.
+        Other threads may lease meanwhile. False where all buffers would exceed ``cap`` bytes.
+        Raises StorageError like ``lease``.
         """
         with self._lock:
             self._collect_returned()
@@ -217,7 +217,7 @@ class BufferPool:
     def _collect_returned(self) -> None:
         while self._returned:
             buffer = self._returned.popleft()
-            # In a forked process, others belong to the parent.
+            # In a forked process, unleased buffers belong to the parent.
             if buffer in self._leased:
                 self._leased.remove(buffer)
                 self._free.append(buffer)
@@ -289,7 +289,7 @@ def available_memory(root: Path = Path("/")) -> int:
         if v1:
             base /= "memory"
         group = base / path.lstrip("/")
-        # A limit of any parent counts. A container may see its own group as the root.
+        # A limit of any parent counts. A container may see its group as the root.
         while group.is_relative_to(base):
             found.append(_left_in_group(group, v1))
             group = group.parent

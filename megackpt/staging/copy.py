@@ -40,10 +40,10 @@ _move_small: _Move = ctypes.PYFUNCTYPE(
 def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | None:
     """Copy all rows of a save plan, objects included. CPU tensors may be changed after that.
 
-    Copies of CUDA tensors may still run then, beside kernels that only read the tensors. Call
-    ``hold()`` of the copy before work that changes them. Readers of the copy wait for it.
+    Copies of CUDA tensors may still run then, together with kernels that only read the tensors.
+    Call ``hold()`` of the copy before work that changes them. Readers of the copy wait for it.
 
-    Returns None where this copy does not fit beside the earlier ones: ``cap`` (None:
+    Returns None where this copy does not fit into memory with the earlier ones: ``cap`` (None:
     ``default_cap()``) is how many bytes all copies of this process may take together.
 
     Raises ShardingError for a tensor that has changed its size since it was declared, or whose
@@ -81,7 +81,7 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
 
 
 def prepare(nbytes: int) -> threading.Thread:
-    """Make staging memory of so many bytes ready for the next copy, in the thread returned.
+    """Make ``nbytes`` of staging memory ready for the next copy, in the returned thread.
 
     New pages, and pinning them for CUDA, take several times as long as the copy itself.
     """

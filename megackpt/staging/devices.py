@@ -1,6 +1,6 @@
 """Copies between CUDA devices and the host: side streams, their events, and pinned memory.
 
-A copy is queued on a stream of its own, which waits for the current stream. So kernels run while
+A copy is queued on a side stream, which waits for the current stream. So kernels run while
 it runs, and code that needs it to be complete waits for its event.
 """
 
@@ -50,9 +50,9 @@ def synchronize(tensors: Iterable[object]) -> None:
 
 
 def pinned(size: int) -> torch.Tensor:
-    """So many bytes of pinned host memory; of pageable memory if they are few, or if it is refused.
+    """``size`` bytes of pinned host memory; of pageable memory if they are few or pinning fails.
 
-    torch keeps what is freed for the next call.
+    torch keeps freed memory for the next call.
     """
     if size > _SMALL:
         with suppress(RuntimeError):
@@ -61,13 +61,15 @@ def pinned(size: int) -> torch.Tensor:
 
 
 def queue_copies(device: torch.device, copies: Copies, pending: list[Event]) -> None:
-    """Queue copies of (to, from), behind the work of the current stream and beside its later work.
+    """Queue copies of (to, from), behind the present work of the current stream.
+
+    Later work of the current stream may run at the same time as the copies.
 
     ``pending`` receives the event of their end, also if one of them is refused.
     """
     side = _side_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    # Waiting for it leaves the processor to others.
+    # A wait for the event leaves the processor free.
     done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     try:
         with torch.cuda.stream(side):
@@ -149,7 +151,7 @@ def host_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def parts(piece: torch.Tensor, tensor: torch.Tensor, start: int, stop: int) -> Copies:
-    """A piece as the elements from ``start`` to ``stop``, beside these elements."""
+    """Pairs of equal parts of a piece and of the elements from ``start`` to ``stop``."""
     place = piece.view(tensor.dtype)
     filled = 0
     for run in Box.whole(tensor.shape).runs(start, stop):

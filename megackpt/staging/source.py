@@ -48,7 +48,7 @@ class _Memory:
 def host_array(tensor: torch.Tensor) -> NDArray[Any]:
     """The memory of a CPU tensor as ``carried_dtype``, of the same shape and strides; no copy.
 
-    It is valid until somebody resizes the tensor's storage.
+    It is valid until the tensor's storage is resized.
     """
     return np.asarray(_Memory(tensor))
 
@@ -75,13 +75,12 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 MEMORY = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
-"""All memory of this process. A slice of it costs a fraction of a tensor's own view. HostMemory
-holds the storages of what it slices."""
+"""All memory of this process. A slice of it costs a fraction of a view of a tensor. HostMemory
+holds the storages of the slices."""
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether elements of this tensor share memory, as in expanded tensors and windows by
-    ``unfold``.
+    """Whether elements of this tensor share memory: expanded tensors, windows by ``unfold``.
 
     Exact, except for large memory that is interleaved in an uncommon way: that counts as shared.
     """
@@ -141,7 +140,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, tensors: Iterable[object]) -> HostMemory:
-        """All columns are 0 for what is not a tensor."""
+        """All columns are 0 for objects that are not tensors."""
         none = (0, 0, 0, 0, _NO_STORAGE)
         rows = [
             _place(each) if isinstance(each, torch.Tensor) else none for each in tensors
@@ -168,7 +167,7 @@ class HostMemory:
         return views
 
     def changed(self, rows: Int64) -> Int64:
-        """Those of these rows whose storages were freed or resized after this was made."""
+        """The rows among these whose storages were freed or resized after this was made."""
         storages = [self.storages[row] for row in rows.tolist()]
         begin = np.fromiter(map(_begin, storages), np.uint64, len(storages))
         length = np.fromiter(map(_nbytes, storages), np.uint64, len(storages))
@@ -186,7 +185,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, int, int, torch.UntypedStora
         if is_plain_memory(tensor):
             start = tensor.data_ptr()
     except RuntimeError:
-        # Wrappers have no memory of their own, and other layouts no storage.
+        # Wrappers have no memory, and other layouts no storage.
         return 0, size, 0, 0, _NO_STORAGE
     return start, size, begin, _nbytes(storage), storage
 
@@ -209,7 +208,7 @@ def pieces(value: torch.Tensor) -> Iterator[memoryview]:
     if size <= _SMALL:
         buffer = np.empty(max(1, size), np.uint8)
     else:
-        # A mapping of its own is freed at once. malloc would keep the memory and fragment it.
+        # A separate mapping is freed at once. malloc would keep the memory and fragment it.
         memory = mmap(-1, min(COPIED_AT_ONCE, size), flags=MAP_PRIVATE)
         buffer = np.frombuffer(memory, np.uint8)
     for start in range(0, size, len(buffer)):
@@ -228,7 +227,7 @@ class TensorSource:
 
     ``held[i]`` is the tensor of row i of the rank's declarations, or a function that serializes its
     object; row i of ``holders`` is the box that it fills. Contiguous CPU tensors are not copied.
-    ``memory`` is that of the tensors of which the plan has rows.
+    ``memory`` has the tensors for which the plan has rows.
     """
 
     plan: SavePlan
@@ -293,7 +292,7 @@ class TensorSource:
     ) -> list[memoryview | None]:
         """For each row its bytes, if it is a whole tensor of this size, and in C order.
 
-        They are valid while this source exists, and nobody resizes a storage: see ``check``.
+        They are valid while this source exists and no storage is resized: see ``check``.
         """
         self.check(rows)
         return self.memory.views(self.plan.source[rows], sizes)

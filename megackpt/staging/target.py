@@ -34,7 +34,7 @@ class LoadTarget:
 
     @cached_property
     def memory(self) -> HostMemory:
-        """The memory of the tensors. No address: of those whose values are converted."""
+        """The memory of the tensors. The address is 0 for tensors whose values are converted."""
         found = HostMemory.of(self.tensors)
         pairs = zip(self.tensors, self.stored, strict=True)
         alike = [tensor is not None and tensor.dtype == kind for tensor, kind in pairs]
@@ -46,7 +46,7 @@ class LoadTarget:
         return int(self.memory.nbytes.sum()) + sum(map(len, self.blobs.values()))
 
     def read_back(self, target: int, box: Box) -> NDArray[Any]:
-        """The present values of a region of a tensor, in the tensor's own dtype."""
+        """The present values of a region of a tensor, in the dtype of the tensor."""
         values = self._region(target, box)
         if not values.is_cpu or not self._is_as_stored(target):
             values = host_copy(values)

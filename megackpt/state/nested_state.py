@@ -138,8 +138,8 @@ def _built(
 def _select(branch: Any, choose: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """The part of a branch for whose leaves ``choose`` returns a value other than ABSENT.
 
-    Empty containers are in it. Lists keep their indices: None or {} replace elements that are
-    left out. ABSENT if nothing is in it.
+    It includes empty containers. Lists keep their indices: None or {} replace elements that are
+    left out. ABSENT if the part would be empty.
     """
     found: dict[Any, Any] = {}
     for key, node in tree.items(branch):
@@ -331,7 +331,7 @@ def apply_factories(sharded_state_dict: dict[Any, Any]) -> None:
 def apply_factory_merges(x1: Any, x2: Any, key: Path = ()) -> Any:
     """Undo ``apply_factories`` on the loaded state ``x1``, in place, and return it.
 
-    ``x2`` holds nothing but the factories at their places; lists may be given as ``{index: ...}``.
+    ``x2`` holds only the factories at their places; lists may be given as ``{index: ...}``.
     Raises ValueError if ``x1`` lacks a path of ``x2``: an absent key, a list of another length,
     an index that is not an int or out of range, a leaf instead of a container.
     """

@@ -40,7 +40,7 @@ Shape = tuple[int, ...]
 
 
 _recent: deque[tuple[Any, Declarations]] = deque(maxlen=2)
-"""Declarations that a save and a load of the same structure reuse, with what they follow from."""
+"""Declarations that a save and a load of the same structure reuse, each with its structure."""
 
 
 class _Row(NamedTuple):
@@ -76,7 +76,7 @@ def declare(
     rows: list[_Row] = []
     kinds: list[int] = []
     # Tensors that differ in their keys alone share a row: of the many tensors of a model only the
-    # first of each kind is validated. Each object has its own row.
+    # first of each kind is validated. Each object has a separate row.
     known: dict[Any, int] = {}
     problems: list[str] = []
     for shard in shards:
@@ -121,10 +121,10 @@ def declare(
 def _traits(shard: Shard) -> tuple[Any, ...] | None:
     """All attributes but the key that decide on a tensor's row and its validity.
 
-    None if others may: then each such shard is validated.
+    None if further attributes may decide: then each such shard is validated.
     """
     if type(shard) is not ShardedTensor or type(shard.key) is not str or not shard.key:
-        return None  # a subclass may validate in its own way
+        return None  # a subclass may validate differently
     if key_problem(shard.key):
         return None
     data = shard.data
@@ -193,7 +193,7 @@ def _row(shard: Shard, saving: bool) -> _Row:
 def is_cut(tensor: torch.Tensor) -> bool:
     """Whether the tensor spans bytes beyond its storage, as after the storage was freed."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return False  # it may have no storage of its own
+        return False  # it may have no storage
     if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return False
     end = tensor.storage_offset() + tensor.numel()
@@ -252,9 +252,9 @@ def object_groups(shards: Sequence[Shard]) -> dict[int, list[int]]:
 
 
 def bundled(shard: ShardedObject, values: list[Any]) -> Any:
-    """The content of an object's blob: the list of values with its unique key, as in Megatron.
+    """The content of an object's blob: in Megatron's form, the list of values with its unique key.
 
-    The blob of an object without a grid (global shape ()) holds the value, as in torch DCP.
+    The blob of an object without a grid (global shape ()) holds the value, as torch DCP stores it.
     """
     if shard.global_shape:
         return values

@@ -1,4 +1,4 @@
-"""Which tensors and objects can be stored: dtypes by name, blobs, and advice on the others."""
+"""Which tensors and objects can be stored: dtypes by name, blobs, and advice on the rest."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PLAIN_VALUES = 4096
 """Limits of plain values: containers in one another, and values in all."""
 _SHOWN = 12  # steps of a path
 _LOOKED = 1000
-"""Parts of a container that are tried one by one, to find those that cannot be saved."""
+"""Parts of a container that are tried one by one, to find parts that cannot be saved."""
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
 _DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -61,7 +61,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_problem(dtype: Any) -> str:
-    """Why nothing of this dtype can be stored; empty where it can."""
+    """Why tensors of this dtype cannot be stored; empty if they can."""
     if dtype in _NAMES:
         return ""
     if not isinstance(dtype, torch.dtype):
@@ -133,9 +133,9 @@ def _is_distributed_class(kind: type) -> bool:
 def shard_attributes(x: Any) -> list[str]:
     """The SHARD_METHODS that it has, and for a tensor the SHARD_FIELDS.
 
-    A part of a protocol counts: this is a shard, though one that cannot be stored. Of tensors
-    the instance is checked, as Megatron-FSDP sets the methods there. Of other objects the class
-    is checked, so that no ``__getattr__`` runs.
+    A part of a protocol counts: this is a shard, though one that cannot be stored. A tensor itself
+    is checked, as Megatron-FSDP sets the methods on instances. The class of any other object is
+    checked, so that no ``__getattr__`` runs.
     """
     if not isinstance(x, torch.Tensor):
         return [name for name in SHARD_METHODS if hasattr(type(x), name)]
@@ -151,7 +151,7 @@ def shard_fields(x: Any) -> list[str]:
 
 
 def place_problem(data: Any, whole: tuple[int, ...]) -> str:
-    """Why ``data``, which has a ``global_shape`` of its own, is not a shard of ``whole``."""
+    """Why ``data``, which has an attribute ``global_shape``, is not a shard of ``whole``."""
     said = getattr(data, "global_shape", None)
     if said is None or callable(said) or tuple(said) == tuple(whole):
         return ""
@@ -170,8 +170,8 @@ def distributed_name(x: Any) -> str:
 def is_declared(x: Any, *kinds: type) -> bool:
     """Is this a declaration (of one of these classes, if any are given)?
 
-    Classes are compared by name, so that Megatron-Core's own are found. Taken for common state,
-    these would be saved from one rank only.
+    Classes are compared by name, so that Megatron-Core's classes are found. Taken for common state,
+    their objects would be saved from one rank only.
     """
     names = {base.__name__ for base in type(x).__mro__}
     return not names.isdisjoint(_DECLARED) and (
@@ -185,7 +185,7 @@ def is_stateful(x: Any) -> bool:
 
 
 def _foreign_tensor(data: torch.Tensor) -> str:
-    """Why a tensor of this class has no plain bytes of its own to store; empty where it has."""
+    """Why a tensor of this class has no plain bytes to store; empty if it has."""
     kind = type(data)
     if _is_distributed_class(kind) or not set(SHARD_METHODS).isdisjoint(dir(kind)):
         return (
@@ -233,7 +233,7 @@ def pickled(what: str, value: Any) -> bytes:
         raise ShardingError(f"{what}{where and where + ','} holds {error}") from None
     except (
         Exception
-    ) as error:  # pickling calls the values' own code, which may raise anything
+    ) as error:  # pickling calls the code of the values, which may raise anything
         raise ShardingError(
             f"{what} cannot be pickled{_where(value, _dumped)}: {type(error).__name__}: {error} "
             f"({_LEAVE_OUT})"

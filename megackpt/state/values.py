@@ -1,8 +1,8 @@
 """The classes of a sharded state dict: ShardedTensor, ShardedObject, factories, local values.
 
-Names, fields, their order and their meaning are those of Megatron-Core's
-``dist_checkpointing.mapping`` (0.16). They are mutable: the caller may set ``replica_id`` or
-``key``. ``declare`` makes frozen columns of them.
+Names, fields, their order and their meaning follow Megatron-Core's ``dist_checkpointing.mapping``
+(0.16). The classes are mutable: the caller may set ``replica_id`` or ``key``. ``declare`` makes
+frozen columns of them.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class ShardedTensor(ShardedBase):
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """As ``torch.Tensor.narrow`` along axis ``dim`` of the data, in a list of one.
 
-        Every rank narrows alike: the global shape and offset shrink by the same ratio. Raises
+        Every rank narrows in the same way: the global shape and offset shrink by one ratio. Raises
         ShardingError for irregular grids, and if the ratio leaves a rest.
         """
         dim += len(self.local_shape) if dim < 0 else 0
@@ -312,7 +312,7 @@ class ShardedObject(ShardedBase):
 
     @property
     def unique_key(self) -> str:
-        """Key and cell, as in Megatron's formats: ``rng_state/shard_0.1_4.2``; or the key."""
+        """Key and cell, in Megatron's form ``rng_state/shard_0.1_4.2``; or the key."""
         return unique_key(self.key, self.global_offset, self.global_shape)
 
     @classmethod
@@ -404,7 +404,7 @@ class PerRank:
 
 
 class LocalNonpersistentObject:
-    """A value that is not saved; on load every rank gets back its own."""
+    """A value that is not saved. A load returns each rank's value to the rank."""
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj

@@ -121,8 +121,8 @@ class BucketStorage(Storage):
     def put_if_match(self, name: str, data: bytes, version: Version | None) -> bool:
         """Like ``put``, but only if the object has this version. None: only if it is absent.
 
-        Else change nothing, and return False; but if the object has the same content, return True:
-        an earlier try of this put may have succeeded, and its answer been lost.
+        Else the object stays, and the result is False. But if the object has the same content, the
+        result is True: an earlier try of this put may have succeeded, and its answer been lost.
         """
         if _single_writer():  # no other writer acts between these
             if self.version(name) != version:
@@ -152,16 +152,15 @@ class BucketStorage(Storage):
 
         obstore does not, because the outcome is unknown. If it succeeded, the next put is refused.
         """
-        put = self.obstore.put
-        for number in range(3):
+        for number in range(4):
             try:
-                put(self.store, key, data, mode=mode, use_multipart=False)
+                self.obstore.put(self.store, key, data, mode=mode, use_multipart=False)
                 return
             except self.obstore.exceptions.GenericError as error:
-                if "status code" in str(error):  # an answer
+                is_answer = "status code" in str(error)
+                if is_answer or number == 3:
                     raise
             time.sleep(client.PAUSE * 4**number)
-        put(self.store, key, data, mode=mode, use_multipart=False)
 
     def open(self, name: str) -> BucketReader:
         try:
@@ -274,7 +273,7 @@ class BucketStorage(Storage):
 
     def delete(self, name: str) -> None:
         key = self.key(name)
-        # Apart: Google's store ends a removal of several at an absent object.
+        # Two calls: Google's store ends a removal of several objects at an absent object.
         self._delete([f"{key}/{below}" for below in self.objects(name)])
         self._delete([key])
 
@@ -299,7 +298,7 @@ _proven: set[tuple[str, str | None]] = set()
 def conditional_puts(storage: BucketStorage) -> bool:
     """Return whether this store honours conditional puts: only create, or only replace one version.
 
-    Some stores ignore the condition and report success. Others do not know it (501). A few puts of
+    Some stores ignore the condition and report success. Some do not know it (501). A few puts of
     a probe object decide, once for each bucket and process. StorageError if the probe cannot be
     put. With a single writer the answer is True, without a probe.
     """

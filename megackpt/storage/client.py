@@ -36,7 +36,7 @@ the request has no condition, after a broken connection or a truncated body."""
 PAUSE, LONGEST_PAUSE = 0.1, 10.0
 """Seconds before the first repetition, about doubled for each further one, and the most."""
 AT_ONCE = 16
-"""Concurrent requests of one process, in addition to those of multipart uploads."""
+"""Concurrent requests of one process, in addition to requests of multipart uploads."""
 
 _STATUS = re.compile(r"status code: \d{3}[\w ]*")
 _ANSWER = re.compile(

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Advance = Callable[[int], None]
 
 _SHARE = 0.9
-"""Of the timeout. A rank gives its storage up before the others give the rank up."""
+"""Share of the timeout. A rank gives its storage up before its peers give the rank up."""
 _IDLE_SECONDS = 1.0
 """A thread without calls ends after these. The next call starts another."""
 
@@ -202,9 +202,10 @@ class Executor:
             del error  # its traceback holds this frame
 
     def _watch(self, call: Call[T]) -> None:
-        """Wait for a call. Give it up if nothing moves for ``patience`` seconds.
+        """Wait for a call. Give it up if it makes no progress for ``patience`` seconds.
 
-        A thread that uses the processor, however little, moves: its last system call has returned.
+        A thread that uses the processor, however little, makes progress: its last system call has
+        returned.
         """
         pause = min(max(self.patience / 50, 0.01), 1.0)
         seen, silent, warned = (0.0, 0), 0, False
@@ -238,7 +239,7 @@ class Executor:
 
     @contextmanager
     def waiting_for_ranks(self) -> Iterator[None]:
-        """In this block the current call waits for other ranks, which has a bound of its own."""
+        """In this block the current call waits for other ranks, which the group bounds."""
         self._waits_for_ranks = True
         try:
             yield

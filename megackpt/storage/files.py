@@ -68,8 +68,8 @@ allowance = _Allowance()
 def patiently(call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     """Return ``call(*args, **named)``, and repeat it where a file system refuses for a moment.
 
-    Only for calls that change nothing: open for reading, read, stat, list. After a failed fsync,
-    write or rename it is unknown what is on the disk, and a second call would hide that.
+    Only for calls without an effect on the disk: open for reading, read, stat, list. After a failed
+    fsync, write or rename the content of the disk is unknown, and a second call would hide that.
     Raises the last OSError after ``limits.RETRY_SECONDS``, and any other one at once.
     """
     pause, deadline = _FIRST_PAUSE, 0.0
@@ -159,7 +159,7 @@ class _Open:
         self, folder: int, name: str, path: str, moved: Callable[[], object]
     ) -> None:
         self._moved = moved
-        self._folder = folder  # ours to close
+        self._folder = folder  # to be closed here
         self._name = name
         self._path = path
         try:
@@ -236,7 +236,7 @@ class LocalWriter(_Open, FileWriter):
 
 
 class LocalUpdater(_Open, FileUpdater):
-    """A file that others may be writing into, too, held by descriptor; see LocalStorage.update."""
+    """A file, held by descriptor, that other ranks may fill, too; see LocalStorage.update."""
 
     _refusal = "write"
     _flags = NEW & ~os.O_EXCL
@@ -272,7 +272,7 @@ def _sync_file(moved: Callable[[], object], file: tuple[int, str]) -> None:
 
 
 def sync_written(moved: Callable[[], object], file: tuple[int, str]) -> None:
-    """fsync a file of which ``write_parts`` was called, then call ``moved``."""
+    """fsync a file that ``write_parts`` has written, then call ``moved``."""
     fd, path = file
     try:
         os.fsync(fd)
@@ -353,8 +353,8 @@ class LocalReader(FileReader):
 def create(name: str, folder: int, flags: int = NEW) -> int:
     """Open a file for writing, by a descriptor that is not one of the standard streams'.
 
-    A process that was started without standard streams would get one of theirs. Then code that
-    prints to them, such as C libraries, would write into the file.
+    A process that was started without standard streams would get one of their descriptors. Then
+    code that prints to these streams, such as C libraries, would write into the file.
     """
     fd = os.open(name, flags, 0o666, dir_fd=folder)
     if fd > 2:
@@ -455,7 +455,7 @@ class LocalBatch(Batch):
 
     ``open_folder`` opens the folder of a file, and creates it if absent. It returns a descriptor
     for the file's writer, the last part of the file's name, and the file's path. It keeps the
-    folder's own descriptor, by path, in place of that of another folder: many files come folder by
+    folder's descriptor, by path, in place of another folder's descriptor: many files come folder by
     folder. ``sync`` makes the entries of a folder durable. ``moved``: see ``Storage.moved``.
     """
 
@@ -481,7 +481,7 @@ class LocalBatch(Batch):
         return writer
 
     def take(self, fd: int, path: str) -> None:
-        """Make a written file durable, and close it, with others."""
+        """Make a written file durable, and close it, together with the batch."""
         self._waiting.append((fd, path))
         if len(self._waiting) == _MAX_WAITING:
             self._sync_files()

@@ -122,7 +122,7 @@ class FileWriter(Durable):
 
     @abstractmethod
     def write(self, buffers: Sequence[memoryview]) -> None:
-        """Append the bytes of these buffers, in order."""
+        """Append the bytes of these buffers, in order. The caller may then change the buffers."""
 
     @property
     @abstractmethod
@@ -142,11 +142,11 @@ class FileUpdater(Durable):
 
     @abstractmethod
     def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
-        """Write the buffers, one after the other, from ``start`` on. The file grows as needed."""
+        """Write the buffers, in order, from ``start`` on. The file grows as needed."""
 
 
 class Batch(Durable):
-    """Many new files that one thread writes one after the other, and that become durable together.
+    """Many new files that one thread writes one by one, and that become durable together.
 
     Waiting for a file costs more than writing it, so a batch waits for many at a time. ``abort``
     keeps the files.
@@ -164,7 +164,7 @@ class FileReader(ABC):
 
     @abstractmethod
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after the other, with the bytes from ``start`` on.
+        """Fill the buffers, in order, with the bytes from ``start`` on.
 
         Raises CorruptCheckpoint if the file ends before they are full.
         """
@@ -211,7 +211,7 @@ class Storage(ABC):
     moved: Callable[[], object] = int
     """Called whenever bytes have reached the disk, and before each read, which it may prevent.
 
-    ``int()`` does nothing. An argument of the constructors, and so is ``direct``.
+    ``int()`` has no effect. An argument of the constructors, and so is ``direct``.
     """
 
     direct: bool = False

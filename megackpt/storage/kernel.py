@@ -21,7 +21,8 @@ _NETWORKED = frozenset((
     0x6969, 0x517B, 0xFF534D42, 0xFE534D42, 0x0BD00BD0, 0x47504653, 0x00C36400, 0x19830326,
     0xAAD7AAEA, 0x20030528, 0x5346414F, 0x01021997, 0x65735546,
 ))  # fmt: skip
-# f_type of ext4 and XFS. Others may accept O_DIRECT and use the page cache, as tmpfs does.
+# f_type of ext4 and XFS. Other file systems, such as tmpfs, may accept O_DIRECT and use the page
+# cache.
 _DIRECT = frozenset((0xEF53, 0x58465342))
 _PR_SET_PDEATHSIG = 1
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -50,7 +51,7 @@ def _function(name: str, *arguments: Any) -> Callable[..., int] | None:
 
 
 def write_back(fd: int, start: int, length: int, wait: bool = False) -> None:
-    """Ask for these dirty pages to be written soon; or wait until those asked for are written.
+    """Ask for these dirty pages to be written soon; or wait until the requested pages are written.
 
     Only fsync makes them durable. Waiting raises OSError if the system could not write them,
     because a later fsync may not report it again.
@@ -117,7 +118,7 @@ def die_with_parent() -> bool:
 
 
 def give_way() -> bool:
-    """Give this thread, and those it starts, the lowest priority for processor and disk.
+    """Give this thread, and threads that it starts, the lowest priority for processor and disk.
 
     False if a part of that is unsupported.
     """

@@ -276,7 +276,7 @@ class LocalStorage(Storage):
             while above:
                 folders.add(above)
                 above = above.rpartition("/")[0]
-        # From the deepest up: a folder may be empty once those in it are gone.
+        # From the deepest up: a folder may be empty once its folders are gone.
         for name in sorted(folders, key=lambda name: (-name.count("/"), name)):
             with suppress(*gone), self._within("remove", name) as (folder, last):
                 try:
@@ -406,7 +406,7 @@ class LocalStorage(Storage):
     def _within(
         self, doing: str, name: str, make: bool = False
     ) -> Iterator[tuple[int, str]]:
-        """Yield an entry's folder and its name there.
+        """Yield an entry's folder and the entry's name.
 
         Raises FileNotFoundError if one is absent, unless ``make``.
         """
@@ -425,7 +425,7 @@ class LocalStorage(Storage):
         return os.path.join(self.location, name)
 
     def _parent(self, name: str, make: bool = False) -> tuple[int, str]:
-        """Return a descriptor of an entry's folder, which the caller closes, and its name there."""
+        """Return an entry's folder as a descriptor that the caller closes, and the entry's name."""
         *folders, last = _checked(name, new=make)
         return self._descend(folders, make), last
 
@@ -476,7 +476,7 @@ class SingleFile(LocalStorage):
     def called(self) -> str:
         return os.path.join(self.location, self.only)
 
-    sizes = Storage.sizes  # that of the file itself
+    sizes = Storage.sizes  # the size of the file itself
 
     def following(self) -> LocalStorage:
         return self  # the file itself, where every link to it ends

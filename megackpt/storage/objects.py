@@ -1,4 +1,10 @@
-"""Objects of a bucket: read in large requests, and sent whole or in parts."""
+"""Objects of a bucket: read in large requests, and sent whole or in parts.
+
+obstore's ``get_ranges`` and ``open_reader`` do not replace BucketReader. Neither sends the
+condition that finds a replaced object, and both fetch adjacent ranges by one request. From a server
+with 30 ms of latency and 60 MB/s a connection, BucketReader read 96 MiB in 0.75 s, ``get_ranges``
+in 1.9 s, and ``open_reader`` in 1.9 s (4.8 s with its default buffer).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +40,7 @@ _WAITING = 32
 
 
 class BucketReader(FileReader):
-    """An object as of its opening. A read raises CheckpointReplaced if it was replaced since.
+    """An object at its opening. A read raises CheckpointReplaced if it was replaced since.
 
     The reader holds the bytes around the last read. If reads are expected, these are up to
     ``_WINDOW`` bytes of them. Raises FileNotFoundError if the object is absent.
@@ -77,9 +83,9 @@ class BucketReader(FileReader):
                 f"from byte {stop - missing} on are missing"
             )
         for buffer in buffers:
-            view = memoryview(b"")
-            if buffer.nbytes:
-                view = buffer.cast("B")
+            if not buffer.nbytes:
+                continue
+            view = buffer.cast("B")
             while view:
                 first, data = self._held
                 if not first <= start < first + len(data):
@@ -132,7 +138,7 @@ class BucketReader(FileReader):
 
 
 class BucketWriter(FileWriter):
-    """A new object. It appears, whole, when it is closed; nothing is visible before."""
+    """A new object. It appears, whole, when it is closed, and is invisible before."""
 
     def __init__(self, bucket: BucketStorage, name: str) -> None:
         self._bucket = bucket
@@ -180,8 +186,10 @@ class BucketWriter(FileWriter):
                 )
                 self._upload.write(held)
         with self._sending():
+            # obstore keeps the memory it is given until the part is sent, hence the copies. One
+            # large write would put all its parts in flight.
             for first in range(0, len(flat), self.part):
-                self._upload.write(flat[first : first + self.part])
+                self._upload.write(bytes(flat[first : first + self.part]))
 
     @contextmanager
     def _sending(self) -> Iterator[None]:

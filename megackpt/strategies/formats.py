@@ -1,4 +1,4 @@
-"""The registry: the built-in formats, and those that packages register by entry point."""
+"""The registry of formats: built-in ones, and formats that packages register by entry point."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Format:
                 f"the format {self.name!r} needs a package that is not installed ({error}): "
                 f"{self.install}"
             ) from error
-        except (Exception, SystemExit) as error:  # from the plug-in's own code
+        except (Exception, SystemExit) as error:  # from the code of the plug-in
             raise BackendError(
                 f"the format {self.name!r} cannot be imported: {type(error).__name__}: {error}"
             ) from error
@@ -75,7 +75,7 @@ def formats() -> tuple[Format, ...]:
             continue
         version = 1
         if number:
-            # 0 is no version: its use is an error.
+            # Version 0 does not exist: its use is an error.
             version = 0
             if number.isdecimal():
                 version = int(number)
@@ -162,7 +162,7 @@ def made(kind: type[Backend], name: str, options: Mapping[str, Any]) -> Backend:
         return kind(**options)
     except BackendError:
         raise
-    except (Exception, SystemExit) as error:  # a plug-in's own code
+    except (Exception, SystemExit) as error:  # from the code of a plug-in
         taken = [word for word in inspect.signature(kind).parameters if word != "self"]
         unknown = [repr(word) for word in options if word not in taken]
         why = str(error)

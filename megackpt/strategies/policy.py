@@ -51,21 +51,22 @@ class Strategy:
     save need more memory, because they are pickled whole.
 
     ``audit`` compares the values of each shard that several ranks hold, before the save is
-    complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, others in each save, and
-    small shards always; "off": none. With ``audit_every`` n, every n-th save of a state does so,
-    its first one in each process included; the others compare only small shards (those of a rank
-    that are together at most 1 MiB). ``audit_exclude`` has patterns of keys that are not compared.
-    If values differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and "warn" logs its text and
-    saves. Rank 0's settings count. Hashing takes place before ``save`` returns.
+    complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, with another offset in the
+    next save, and all small shards; "off": none. With ``audit_every`` n, the first save of a state
+    in each process and every n-th one after it do so. All other saves compare only small shards
+    (the shards of a rank that are together at most 1 MiB). ``audit_exclude`` has patterns of keys
+    that are not compared. If values differ, ``on_mismatch`` "raise" raises ReplicaMismatch, and
+    "warn" logs its text and saves. Rank 0's settings count. Hashing takes place before ``save``
+    returns.
 
     ``check_values`` "note" counts the NaN and infinite elements of each tensor before ``save``
-    returns, notes them in the index with the largest magnitude of the others, and warns; "raise"
-    raises NonfiniteValues, and commits nothing. All ranks must have the same.
+    returns, notes them in the index with the largest magnitude of the finite elements, and warns;
+    "raise" raises NonfiniteValues, without a commit. All ranks must have the same.
 
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
-    it to the ranks that need it. "auto": as "always" if bytes come over a network (network file
-    systems, object stores), as "never" if ranks share a page cache.
+    it to the ranks that need it. "auto": like "always" if bytes come over a network (network file
+    systems, object stores), like "never" if ranks share a page cache.
     """
 
     backend: str = "torch_dist"
@@ -138,7 +139,7 @@ class Strategy:
         return backend_named(self.backend, version, **self.options)
 
     def own(self, method: str) -> Callable[..., Any] | None:  # noqa: ARG002
-        """What performs ``save`` or ``load`` with a class that has its own code for it."""
+        """The function that performs ``save`` or ``load`` with a custom strategy."""
         return None
 
 
@@ -209,9 +210,9 @@ class FullyParallelSaveStrategyWrapper(_Wrapper):
 class FullyParallelLoadStrategyWrapper(_Wrapper):
     """Megatron's name: the ranks of a group (None: all ranks) divide the reading if that is faster.
 
-    ``exchange_algo``: "always" and "never" as in ``Strategy.exchange``; "auto" and Megatron's names
-    of algorithms ("broadcast", "gather_rounds", "gather_object") decide by the file system. All use
-    the same exchange. ``strategy`` None: the directory decides the format.
+    ``exchange_algo``: "always" and "never" have the meaning of ``Strategy.exchange``; "auto" and
+    Megatron's names of algorithms ("broadcast", "gather_rounds", "gather_object") decide by the
+    file system. All use the same exchange. ``strategy`` None: the directory decides the format.
     """
 
     def __init__(
@@ -316,10 +317,10 @@ def register_default_strategy(
 ) -> None:
     """Make ``strategy`` the default for this format and version in this process. Megatron's name.
 
-    SAVE_SHARDED: ``save(..., backend)`` uses it, as do None and (backend, version). LOAD_SHARDED:
+    SAVE_SHARDED: ``save`` uses it for ``backend``, None and (backend, version). LOAD_SHARDED:
     every load of a checkpoint of (backend, version) uses it. Register the same on all ranks. A
-    Strategy or a Backend that a caller passes has priority. Raises NotImplementedError for the
-    other actions: the format stores the common state itself.
+    Strategy or a Backend that a caller passes has priority. Raises NotImplementedError for further
+    actions: the format stores the common state itself.
     """
     if action not in (StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED):
         raise NotImplementedError(f"{action}: {COMMON_IS_KEPT}")
@@ -387,8 +388,8 @@ def reader_of(name: str, version: int | None, asked: Strategy | None = None) -> 
     """The backend that reads checkpoints of this format and version (None: the newest).
 
     It is the one that the caller ``asked`` for if that is an object or has options, else the one
-    registered for LOAD_SHARDED, else that of the registry. Raises BackendError if another format
-    was asked for.
+    registered for LOAD_SHARDED, else the default of the registry. Raises BackendError if another
+    format was asked for.
     """
     if asked is not None and asked.backend != name:
         raise BackendError(
@@ -466,7 +467,7 @@ def _is_damaged(storage: Storage) -> bool:
 
 
 def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
-    """The formats that recognise a directory, by name, and the errors of those that failed."""
+    """The formats that recognise a directory, by name, and the errors of formats that failed."""
     found: dict[str, Backend] = {}
     unasked = []
     for entry in formats():

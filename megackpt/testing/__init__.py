@@ -1,4 +1,4 @@
-"""For the tests of plug-ins, and ours: ranks as threads, and the conformance tests of a backend."""
+"""For tests of plug-ins and of megackpt: ranks as threads, and conformance tests of a backend."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class World:
-    """What all ranks hold together: tensors, objects (offset -> blob) and the common state."""
+    """The state that all ranks hold: tensors, objects (offset -> blob) and the common state."""
 
     tensors: Mapping[str, Whole] = field(default_factory=dict)
     objects: Mapping[str, Blobs] = field(default_factory=dict)
@@ -138,8 +138,8 @@ class MemorySource(Source):
 class MemoryTarget(Target):
     """A ``Target`` of strided arrays, one for each wanted row: every second element of a wide one.
 
-    Rows of even numbers are filled in place. The others are filled through memory from which
-    ``close`` takes the values, as for tensors of a device or of another dtype. ``opened`` and
+    Rows of even numbers are filled in place. Rows of odd numbers are filled through memory from
+    which ``close`` takes the values, like tensors of a device or of another dtype. ``opened`` and
     ``closed`` list the regions.
     """
 

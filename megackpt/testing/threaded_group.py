@@ -54,7 +54,7 @@ class ThreadedGroup(RankGroup):
     def outcomes(
         size: int, fn: Callable[[ThreadedGroup], T], timeout: float = 30.0
     ) -> list[T | BaseException]:
-        """As ``run``, but return the exception of each rank that raised one as its result."""
+        """Like ``run``, but return the exception of each rank that raised one as its result."""
         return _run(size, fn, timeout)[0]
 
     def _lowest(self, numbers: Sequence[int]) -> list[int]:

@@ -443,7 +443,9 @@ def test_a_learning_rate_may_be_a_tensor_in_one_run_and_a_number_in_the_next(
     )  # as DCP stores it
 
 
-def test_what_is_no_dtensor_goes_where_it_is_told(mesh: DeviceMesh) -> None:
+def test_other_values_than_dtensors_are_declared_by_replicated(
+    mesh: DeviceMesh,
+) -> None:
     cut = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     own = ShardedObject("own", 1, (1,), (0,))
     local = LocalNonpersistentObject(7)

@@ -495,7 +495,7 @@ def test_a_copy_that_is_cut_otherwise_stays_a_copy():
 @pytest.mark.parametrize(
     "parts", [(slice(0, 0), slice(6, 6)), (slice(0, 2), slice(3, 6))]
 )
-def test_elements_that_nobody_has_are_missed(tmp_path, parts):
+def test_elements_that_no_rank_declares_raise(tmp_path, parts):
     def save(group):
         part = parts[group.rank]
         param = ShardedTensor.from_rank_offsets(

@@ -120,7 +120,7 @@ def test_a_part_of_what_is_fused_over_there(tmp_path: Path) -> None:
     equal(load_file(tmp_path / "back/model.safetensors"), {"h.0.qkv": fused})
 
 
-def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_are_in_one_error(tmp_path: Path) -> None:
     save_file({"a": numbered(4)}, tmp_path / "model.safetensors")
     state = {
         "unknown": shard("decoder.layers.0.adapter.weight", torch.zeros(2)),

@@ -211,7 +211,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     equal(load_file(tmp_path / "out/model.safetensors"), weights)
 
 
-def test_what_does_not_fit_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
+def test_a_mismatch_on_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
     """Stages of a pipeline hold different keys."""
     save_file({"a": numbered(4), "b": numbered(4)}, tmp_path / "model.safetensors")
     held = torch.full((4,), -1.0)

@@ -252,7 +252,7 @@ def test_a_step_of_an_irregular_param_has_one_main_replica():
     assert mains == 1
 
 
-def test_state_that_nobody_can_cut():
+def test_state_of_another_shape_than_a_sharded_parameter_raises():
     data = torch.zeros(4, 3)
     rows = {"state": {0: {"row": torch.zeros(4)}}, "param_groups": []}
     whole = ShardedTensor.from_rank_offsets("w", data)
@@ -385,7 +385,7 @@ def test_of_steps_that_differ_the_largest_is_taken(tmp_path, caplog, form, value
     )
 
 
-def test_other_values_that_differ_are_told(tmp_path):
+def test_different_values_of_one_parameter_raise(tmp_path):
     apart, grouped = experts("scale", (5.0, 9.0, 7.0))
     megackpt.save(apart, tmp_path)
     with pytest.raises(

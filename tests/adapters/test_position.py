@@ -152,7 +152,7 @@ def test_the_order_of_a_seed_never_changes() -> None:
     batch=st.integers(1, 4),
     rounds=st.lists(st.tuples(small, small)),
 )
-def test_who_leaves_a_loader_and_comes_again_goes_on_where_the_run_stands(
+def test_a_new_loader_continues_at_the_position_of_the_run(
     samples: int, seed: int | None, dp: int, batch: int, rounds: list[tuple[int, int]]
 ) -> None:
     position, row = DataPosition(samples, seed), []

@@ -247,7 +247,9 @@ def test_an_aborted_save_changes_nothing(tmp_path: Path, gate: Gate, old: bool) 
     assert [p.name for p in tmp_path.iterdir() if p.name != "a"] == []
 
 
-def test_a_save_that_is_never_scheduled_hinders_nobody(tmp_path: Path) -> None:
+def test_a_save_that_is_never_scheduled_does_not_block_the_next_one(
+    tmp_path: Path,
+) -> None:
     def run(group: ThreadedGroup) -> None:
         begun(group, tmp_path / "a", 1.0)  # and dropped
         group.all_agree(0)

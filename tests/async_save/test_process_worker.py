@@ -85,7 +85,7 @@ def test_the_process_is_modest(worker: ProcessWorker) -> None:
     assert len(others) == 4, others  # three standard ones and the socket
 
 
-def test_progress_is_told_while_it_goes_on(
+def test_progress_arrives_while_the_work_runs(
     worker: ProcessWorker, tmp_path: Path
 ) -> None:
     task, _ = begun(worker, tmp_path / "w")
@@ -141,7 +141,7 @@ def test_errors_of_the_work_travel(
     assert capfd.readouterr().err == "the last words\n"
 
 
-def test_a_killed_process_is_told_and_the_next_task_gets_a_new_one(
+def test_a_killed_process_is_reported_and_the_next_task_gets_a_new_one(
     worker: ProcessWorker, tmp_path: Path
 ) -> None:
     first, pid = begun(worker, tmp_path / "300")
@@ -160,7 +160,7 @@ def test_a_killed_process_is_told_and_the_next_task_gets_a_new_one(
     ("work", "how"),
     [(chores.exits, "ended with status 3"), (chores.crash, "was killed by SIGSEGV")],
 )
-def test_a_process_that_ends_by_itself_is_told(
+def test_the_error_for_a_process_that_ends_by_itself(
     worker: ProcessWorker, capfd: pytest.CaptureFixture[str], work: Any, how: str
 ) -> None:
     error = done(worker, work)
@@ -197,7 +197,7 @@ def test_a_cancelled_task_ends_with_its_process(
     assert not (tmp_path / "notes").exists()
 
 
-def test_a_task_that_somebody_else_has_begun_is_left_to_them(
+def test_a_task_claimed_elsewhere_is_not_performed(
     worker: ProcessWorker,
 ) -> None:
     task: Task[int] = Task(chores.pid, "elsewhere")
@@ -370,7 +370,7 @@ def test_closing_gives_up_what_is_unfinished(
     assert done(worker, chores.pid) not in (pid, None)
 
 
-def test_a_worker_that_nobody_has_any_more_ends_its_process(tmp_path: Path) -> None:
+def test_a_collected_worker_ends_its_process(tmp_path: Path) -> None:
     worker = ProcessWorker()
     task, pid = begun(worker, tmp_path / "w")
     del worker
@@ -396,7 +396,7 @@ def test_a_process_that_cannot_be_had(
     assert isinstance(done(worker, chores.pid), int)
 
 
-def test_what_the_system_refuses_is_told(
+def test_refusals_of_the_system_raise_and_the_next_task_works(
     worker: ProcessWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No thread, no descriptor, no room in the socket; what comes next works."""

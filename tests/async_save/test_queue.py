@@ -74,7 +74,7 @@ def test_what_is_runnable() -> None:
     assert not is_runnable(process.pid)
 
 
-def test_ranks_that_finalize_different_saves_are_told(tmp_path: Path) -> None:
+def test_finalizing_different_saves_raises_on_all_ranks(tmp_path: Path) -> None:
     def run(group: ThreadedGroup) -> None:
         queue = queue_of(group)
         requests = [begun(group, tmp_path / name) for name in "ab"]
@@ -140,7 +140,7 @@ def test_requests_of_other_makes() -> None:
     assert ThreadedGroup.run(2, run) == [expected] * 2
 
 
-def test_a_process_that_forgets_its_saves_is_told(
+def test_the_end_of_a_process_with_unfinalized_saves_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gate: Gate
 ) -> None:
     gate._closed_to.add(0)
@@ -234,7 +234,7 @@ def test_a_request_that_is_over_cannot_be_added_to_or_finalized_again(
     check(tmp_path / "a", 1, 1.0)
 
 
-def test_a_queue_that_nobody_keeps_is_not_forgotten(
+def test_an_unreferenced_queue_warns_at_the_end_of_the_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = megackpt.save(state(0, 1, 1.0), tmp_path / "a", async_sharded_save=True)
@@ -266,7 +266,7 @@ def test_status_can_be_read_by_any_thread_at_any_time() -> None:
         assert looking.result() > 0
 
 
-def test_what_was_finalized_before_an_error_is_told() -> None:
+def test_an_error_notes_the_saves_finalized_before_it() -> None:
     def fail() -> None:
         raise OSError("no such disk")
 
@@ -278,7 +278,7 @@ def test_what_was_finalized_before_an_error_is_told() -> None:
     assert raised.value.__notes__ == ["finalized before in this call: [0, 1]"]
 
 
-def test_somebody_who_fails_at_being_told_hinders_nobody(
+def test_a_failing_callback_does_not_stop_later_callbacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     task: Task[int] = Task(lambda _: 7, "work")
@@ -493,7 +493,7 @@ def test_the_first_error_is_that_of_close(monkeypatch: pytest.MonkeyPatch) -> No
     assert queue.get_num_unfinalized_calls() == 0
 
 
-def test_a_request_that_is_dropped_is_told(tmp_path: Path) -> None:
+def test_a_dropped_request_ends_in_an_event_with_an_error(tmp_path: Path) -> None:
     heard: list[megackpt.Event] = []
     with megackpt.watching(heard.append):
         request = megackpt.save(

@@ -39,7 +39,7 @@ def test_good(stock: Path) -> None:
     assert problems(stock) == []
 
 
-def test_every_damaged_record_is_told(stock: Path, tmp_path: Path) -> None:
+def test_every_damaged_record_is_reported(stock: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(stock, tmp_path / "ckpt")
     manifest = TorchDist().read_manifest(LocalStorage(folder))
     (file,) = manifest.files

@@ -258,7 +258,7 @@ def test_an_eighth_along_the_last_axis_skips_large_gaps(tmp_path: Path) -> None:
     assert stored.root.calls == 64
 
 
-def test_runs_that_are_far_apart_are_not_foretold(tmp_path: Path) -> None:
+def test_distant_runs_are_not_announced(tmp_path: Path) -> None:
     """An object store would fetch what lies between them along: asked for one by one they cost less."""
     whole = filled((3, 3 << 20), 4)
     stored = Stored(tmp_path, [("w", whole, [Box.whole(whole.shape)])])
@@ -330,7 +330,7 @@ def test_empty_and_zero_dimensional(tmp_path: Path) -> None:
     "region",
     [Box.whole((600, 1000)), Box((250, 0), (30, 1000)), Box((0, 10), (600, 20))],
 )
-def test_a_flipped_bit_is_told_with_key_file_and_block(
+def test_the_error_for_a_flipped_bit_names_key_file_and_block(
     tmp_path: Path, region: Box
 ) -> None:
     shape = (600, 1000)

@@ -468,7 +468,7 @@ def test_headers_that_lie_are_errors(tmp_path: Path, lie: str) -> None:
         Safetensors().read_manifest(SingleFile(tmp_path / "x.safetensors"))
 
 
-def test_a_dtype_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_dtype_names_it(tmp_path: Path) -> None:
     write(tmp_path / "x.safetensors", {"a": ENTRY | {"dtype": "F4"}}, b"1234")
     with pytest.raises(BackendError, match=r"'a' is of 'F4'"):
         load_plain_tensors(tmp_path / "x.safetensors")

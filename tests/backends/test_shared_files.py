@@ -141,7 +141,7 @@ def test_digests_of_what_is_larger_than_a_window(
         assert checksums[row] == zlib.crc32(data)
 
 
-def test_a_hole_that_nobody_wrote_is_refused() -> None:
+def test_a_hole_that_no_rank_wrote_is_refused() -> None:
     world = World(
         {
             "good": Whole.random("float32", (4,), (2,)),

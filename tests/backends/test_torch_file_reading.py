@@ -177,7 +177,7 @@ def test_other_shapes_of_values(file: Callable[[object], Path]) -> None:
     same(tied, {"x": t, "y": t})
 
 
-def test_ambiguous_names_are_told(file: Callable[[object], Path]) -> None:
+def test_ambiguous_names_raise(file: Callable[[object], Path]) -> None:
     with pytest.raises(
         BackendError, match=r"named 'a\.b': those at \['a'\]\['b'\] and \['a\.b'\]"
     ):
@@ -227,13 +227,13 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_read_is_told(file: Callable[[object], Path], kind: str) -> None:
+def test_unreadable_content_raises(file: Callable[[object], Path], kind: str) -> None:
     make, told = REFUSED[kind]
     with pytest.raises(BackendError, match=told):
         load_plain_tensors(file(make()))
 
 
-def test_files_of_old_torch_are_told(tmp_path: Path) -> None:
+def test_files_of_old_torch_raise(tmp_path: Path) -> None:
     torch.save(
         {"t": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False
     )
@@ -424,7 +424,7 @@ def test_a_checksum_that_lies_is_noticed(tmp_path: Path) -> None:
         load_plain_tensors(tmp_path / "x.pt")
 
 
-def test_big_endian_files_are_told(tmp_path: Path) -> None:
+def test_big_endian_files_raise(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(archived(tensor(), {**DATA, "byteorder": b"big"}))
     with pytest.raises(BackendError, match="big-endian"):
         load_plain_tensors(tmp_path / "x.pt")

@@ -151,7 +151,7 @@ def test_a_damaged_piece_is_named_and_nothing_is_assembled_of_it(
     assert (tmp_path / "c/__fragments_0").exists()
 
 
-def test_holes_that_nobody_checked_for_are_named(tmp_path: Path) -> None:
+def test_unchecked_holes_are_named_at_the_end(tmp_path: Path) -> None:
     world = buckets([0, 25, 30, 200])
     shards = list(world.shards())
     plans, manifest = plan_save(

@@ -50,7 +50,7 @@ def test_with_and_without_index(tmp_path, saves):
         open_same(tmp_path / "c", opened.manifest.save_id)
 
 
-def test_a_small_file_that_somebody_else_wrote(tmp_path, saves):
+def test_a_small_file_that_another_program_wrote(tmp_path, saves):
     saves.save(tmp_path / "c", 7)
     toc = tmp_path / "c/toc"
     data = bytearray(toc.read_bytes())

@@ -121,7 +121,7 @@ def test_one_of_two_gets_it(tmp_path, saves, monkeypatch):
     assert ID not in active
 
 
-def test_a_checkpoint_that_stands_is_replaced_only_if_asked(tmp_path, saves):
+def test_an_existing_checkpoint_is_replaced_only_with_overwrite(tmp_path, saves):
     saves.save(tmp_path / "ckpt", 1)
     died(saves, tmp_path / "ckpt")
     with pytest.raises(CheckpointExists):

@@ -74,7 +74,7 @@ def test_missing_and_truncated(where):
     assert any(p.startswith("'weight'") for p in problems)
 
 
-def test_a_file_that_goes_while_all_are_read_is_told_once(where, monkeypatch):
+def test_a_file_that_disappears_during_the_check_is_reported_once(where, monkeypatch):
     """It was there when the sizes were looked at."""
     monkeypatch.setattr(verifying, "shortfalls", lambda *_: [])
     (where / "rank0.bin").unlink()

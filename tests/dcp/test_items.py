@@ -41,7 +41,7 @@ pytestmark = [
 ]
 
 
-def test_a_planner_that_lists_what_nobody_writes_or_resolves_another_shape(
+def test_a_planner_that_lists_unwritten_items_or_resolves_another_shape(
     where: Path,
 ) -> None:
     class Forgetful(DefaultSavePlanner):

@@ -74,7 +74,7 @@ def loaded(state: dict[str, Any], folder: Path, planner: Any = None) -> dict[str
 # ---- planning for all ranks
 
 
-def test_a_hole_is_told_with_its_box_and_who_declared_what() -> None:
+def test_a_hole_is_reported_with_its_box_and_the_declared_boxes() -> None:
     with pytest.raises(CoverageError, match=re.escape("'w'")) as caught:
         global_plan(
             [shard("w", (0, 0), (2, 4), (8, 4))], [shard("w", (4, 0), (4, 4), (8, 4))]
@@ -83,7 +83,7 @@ def test_a_hole_is_told_with_its_box_and_who_declared_what() -> None:
     assert "rank 0 [0:2, 0:4]; rank 1 [4:8, 0:4]" in str(caught.value)
 
 
-def test_an_overlap_is_told_also_where_both_begin_at_the_same_place() -> None:
+def test_an_overlap_of_boxes_with_one_offset_raises() -> None:
     long, short = shard("w", (0,), (8,), (8,)), shard("w", (0,), (4,), (8,))
     DefaultSavePlanner().create_global_plan(
         [SavePlan([long], planner_data={}), SavePlan([short], planner_data={})]
@@ -92,7 +92,7 @@ def test_an_overlap_is_told_also_where_both_begin_at_the_same_place() -> None:
         global_plan([long], [short])
 
 
-def test_all_disagreements_are_told_at_once() -> None:
+def test_all_disagreements_are_in_one_error() -> None:
     whole = (
         shard("shape", (0,), (4,), (4,)),
         shard("dtype", (0,), (4,), (4,)),
@@ -109,7 +109,7 @@ def test_all_disagreements_are_told_at_once() -> None:
         assert key in str(caught.value)
 
 
-def test_a_dtype_that_cannot_be_stored_is_told_with_its_key() -> None:
+def test_the_error_for_an_unsupported_dtype_names_the_key() -> None:
     with pytest.raises(ShardingError, match="'w': quantized data"):
         global_plan([shard("w", (0,), (4,), (4,), torch.qint8)], [])
 

@@ -316,7 +316,7 @@ def test_the_late_error_of_a_save_given_up_spares_what_was_committed_since(
     assert megackpt.load_plain_tensors(where)["w"].tolist() == [1, 1]
 
 
-def test_the_error_of_the_second_stage_is_told_by_a_last_one_in_another_thread(
+def test_an_error_of_the_second_stage_is_raised_by_the_last_stage_in_another_thread(
     tmp_path: Path,
 ) -> None:
     planner, told = Late(), []

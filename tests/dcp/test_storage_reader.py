@@ -199,7 +199,7 @@ def test_a_directory_of_another_format(
             loaded(FileSystemReader(path), {"w": torch.ones(4)})
 
 
-def test_a_checkpoint_that_is_replaced_under_a_reader_is_told_so(where: Path) -> None:
+def test_a_checkpoint_replaced_during_a_read_raises(where: Path) -> None:
     dcp.save({"w": torch.ones(4)}, storage_writer=FileSystemWriter(where))
     reader, planner = FileSystemReader(where), DefaultLoadPlanner()
     metadata = reader.read_metadata()

@@ -128,7 +128,7 @@ def test_streams_reach_their_ranks(size):
 
 
 @pytest.mark.parametrize("end", ["out", "in"])
-def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end):
+def test_an_error_of_a_stream_is_raised_on_all_ranks_without_a_wait(end):
     def broken(data):
         yield data[:9].data
         raise StorageError("gone")
@@ -152,7 +152,7 @@ def test_an_error_of_a_stream_is_raised_on_all_ranks_and_nobody_waits(end):
     assert ThreadedGroup.run(3, call) == [3, 3, 3]
 
 
-def test_a_stream_that_is_too_short_is_told():
+def test_a_stream_that_is_too_short_raises():
     def call(group):
         exchange(
             group,
@@ -219,7 +219,7 @@ def test_one_ranks_error_of_ours_is_raised_on_all_with_its_rank(verb):
     assert got[1].__cause__ is None
 
 
-def test_the_same_text_of_several_ranks_is_told_once():
+def test_the_same_text_of_several_ranks_is_printed_once():
     work = raises_on({0, 1, 2, 5}, StorageError("disk full"))
     got = outcomes(
         6, lambda group: group.reduce_broadcast("write", lambda: work(group), len)
@@ -290,7 +290,7 @@ def test_a_foreign_error_of_the_coordinator_is_a_rank_failure_of_rank_0():
     assert isinstance(got[0].__cause__, KeyError)
 
 
-def test_what_cannot_be_pickled_is_told_as_text():
+def test_an_unpicklable_error_or_result_is_raised_as_text():
     def bad_error(group):
         return group.reduce_broadcast(
             "plan", lambda: raise_(Stubborn(threading.Lock())), len
@@ -317,7 +317,7 @@ def test_what_cannot_be_pickled_is_told_as_text():
         ("broadcast", 1),
     ],
 )
-def test_a_message_that_one_rank_cannot_open_is_its_failure_and_nobody_waits(verb, shy):
+def test_a_message_that_one_rank_cannot_unpack_is_its_failure_without_a_wait(verb, shy):
     def call(group):
         told = {
             "reduce_scatter": lambda: group.reduce_scatter(
@@ -349,7 +349,7 @@ def test_why_a_rank_leaves_is_one_line_that_any_store_takes():
     assert "more" not in departure(error)
 
 
-def test_what_the_coordinator_cannot_open_is_told_to_all():
+def test_a_message_that_the_coordinator_cannot_unpack_raises_on_all_ranks():
     for error in outcomes(
         2, lambda group: group.reduce_broadcast("plan", lambda: Shy(0), len)
     ):
@@ -358,7 +358,7 @@ def test_what_the_coordinator_cannot_open_is_told_to_all():
         assert "not on this rank" in str(error)
 
 
-def test_an_exception_class_that_others_cannot_import_is_told_as_text():
+def test_a_local_exception_class_is_raised_as_text():
     class Local(CheckpointingException):
         pass
 
@@ -396,7 +396,7 @@ def test_after_a_shared_failure_the_group_works_on():
     assert ThreadedGroup.run(3, call) == ["fine"] * 3
 
 
-def test_notes_are_told():
+def test_notes_of_an_error_are_in_the_text():
     error = StorageError("full")
     error.add_note("hint: delete something")
     assert "hint: delete something" in str(

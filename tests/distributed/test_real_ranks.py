@@ -296,7 +296,7 @@ def real_dead_rank(dead, how):
 
 
 @pytest.mark.parametrize(("dead", "how"), [(0, "exit"), (2, "exit"), (1, "exchange")])
-def test_a_rank_that_dies_is_told_by_the_others(ranks, dead, how):
+def test_all_other_ranks_name_a_dead_rank(ranks, dead, how):
     done = ranks(real_dead_rank, 3, dead, how)
     for rank, process in enumerate(done):
         if rank == dead:
@@ -306,7 +306,7 @@ def test_a_rank_that_dies_is_told_by_the_others(ranks, dead, how):
             assert f"rank {dead} did not answer" in process.stdout
 
 
-def test_a_rank_that_is_interrupted_is_told_by_the_others(ranks):
+def test_all_other_ranks_name_an_interrupted_rank(ranks):
     done = ranks(real_dead_rank, 3, 1, "interrupt")
     assert "KeyboardInterrupt" in done[1].stdout
     for rank in (0, 2):

@@ -145,7 +145,7 @@ def test_a_rank_does_not_talk_to_who_cannot_prove_the_token() -> None:
     asyncio.run(run())
 
 
-def test_strangers_wait_and_a_rank_gets_in() -> None:
+def test_a_rank_connects_among_many_foreign_connections() -> None:
     async def work(listener: Any, address: Any, accepted: Accepted) -> None:
         held = []
         most = 0
@@ -252,7 +252,7 @@ def saves_in_a_crowd(folder: str) -> None:
     assert megackpt.verify(f"{folder}/first").ok
 
 
-def test_ranks_find_each_other_in_a_crowd_of_strangers(
+def test_ranks_connect_under_a_flood_of_foreign_connections(
     ranks: Any, tmp_path: Path
 ) -> None:
     ranks(saves_in_a_crowd, 2, tmp_path)

@@ -83,7 +83,7 @@ def strangers():
     assert len(tree_here().sockets()) == before
 
 
-def test_a_stranger_cannot_join(ranks):
+def test_a_connection_without_the_token_cannot_join(ranks):
     ranks(strangers, 2)
 
 
@@ -429,7 +429,7 @@ def an_error_of_one_rank(directory):
     megackpt.save(state(dist.get_rank()), f"{directory}/next", timeout=SOON)
 
 
-def test_an_error_between_the_steps_of_one_rank_is_told_to_all(ranks, tmp_path):
+def test_an_error_between_the_steps_of_one_rank_is_raised_on_all_ranks(ranks, tmp_path):
     done = ranks(an_error_of_one_rank, 3, tmp_path)
     for rank in (0, 2):
         assert "rank 1 left: ZeroDivisionError" in done[rank].stdout
@@ -470,7 +470,7 @@ def silent_store(port, pid, directory):
     os._exit(0)
 
 
-def test_a_store_that_is_silent_hangs_nobody(ranks, tmp_path):
+def test_a_silent_store_does_not_hang_a_rank(ranks, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True
     ) as server:

@@ -154,9 +154,7 @@ def met(meetings: Meetings, before: str, seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-def test_of_jobs_that_begin_in_one_instant_one_saves_and_the_others_are_told(
-    tmp_path, before
-):
+def test_of_jobs_that_begin_at_once_one_saves_and_all_others_raise(tmp_path, before):
     heard = met(Meetings(3, 10, tmp_path), before, seed=1)
     assert heard == {"SaveInProgress": 20}
 
@@ -185,7 +183,7 @@ def test_hundreds_of_meetings(tmp_path, note, before, jobs):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("before", BEFORE)
-def test_without_locks_at_most_one_saves_and_all_others_are_told(
+def test_without_locks_at_most_one_job_saves_and_all_others_raise(
     tmp_path, note, before
 ):
     rounds = part(100)

@@ -117,7 +117,9 @@ SAMPLE = [
 
 
 @pytest.mark.slow
-def test_the_others_are_told_and_go_on(tmp_path: Path, worlds: Any) -> None:
+def test_the_remaining_ranks_report_a_lost_rank_and_continue(
+    tmp_path: Path, worlds: Any
+) -> None:
     reports = worlds(SAMPLE, tmp_path)
     assert len(reports) == len(SAMPLE)
     for report in reports:

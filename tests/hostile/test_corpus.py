@@ -204,7 +204,7 @@ def test_the_corpus_is_large_enough() -> None:
     assert not corpus.WENT_WRONG - {*SHORT}
 
 
-def test_pickles_of_the_corpus_do_run_where_nobody_watches(tmp_path: Path) -> None:
+def test_pickles_of_the_corpus_run_code_in_plain_pickle(tmp_path: Path) -> None:
     """Otherwise it would prove nothing that they do not run in our hands."""
     for number, make in enumerate(RUNNING.values()):
         (tmp_path / f"{number}.pkl").write_bytes(

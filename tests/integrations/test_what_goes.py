@@ -251,7 +251,7 @@ def in_ray(imported: Imported, ray: Ray) -> Callable[..., Any]:
 STATE = {"model": {"w": torch.ones(8)}}
 
 
-def test_ray_is_told_of_complete_checkpoints_only(in_ray: Any, ray: Ray) -> None:
+def test_only_complete_checkpoints_are_reported_to_ray(in_ray: Any, ray: Ray) -> None:
     manager = in_ray()
     manager.save(1, **STATE, metrics={"loss": 0.5})
     assert ray.reported == []
@@ -265,7 +265,7 @@ def test_ray_is_told_of_complete_checkpoints_only(in_ray: Any, ray: Ray) -> None
     assert ray.reported[2:] == [({}, "checkpoint-3")]
 
 
-def test_ray_is_not_told_of_saves_that_failed_or_were_dropped(
+def test_failed_and_dropped_saves_are_not_reported_to_ray(
     in_ray: Any, ray: Ray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -283,7 +283,7 @@ def test_ray_is_not_told_of_saves_that_failed_or_were_dropped(
     assert ray.reported == []
 
 
-def test_ray_is_told_of_what_a_killed_worker_had_completed(
+def test_a_killed_workers_complete_checkpoint_is_reported_to_ray_once(
     in_ray: Any, ray: Ray
 ) -> None:
     manager = in_ray()
@@ -294,13 +294,17 @@ def test_ray_is_told_of_what_a_killed_worker_had_completed(
     assert ray.reported[1:] == [({}, "checkpoint-2")]
 
 
-def test_ray_is_not_told_of_steps_with_names_of_others(in_ray: Any, ray: Ray) -> None:
+def test_steps_with_foreign_names_are_not_reported_to_ray(
+    in_ray: Any, ray: Ray
+) -> None:
     saved("run/iter_0000007")
     assert in_ray().restore(model={}).step == 7
     assert ray.reported == []
 
 
-def test_ray_is_told_once_of_a_step_that_is_saved_again(in_ray: Any, ray: Ray) -> None:
+def test_a_step_that_is_saved_again_is_reported_to_ray_once(
+    in_ray: Any, ray: Ray
+) -> None:
     in_ray().save(1, **STATE, asynchronous=False)
     in_ray().save(1, **STATE, asynchronous=False, metrics={"loss": 1})
     assert ray.reported == [({}, "checkpoint-1"), ({"loss": 1}, None)]

@@ -384,7 +384,7 @@ class TestFlattened:
         with pytest.raises(CorruptCheckpoint, match=r"'m'.* flattened"):
             megackpt.load_plain_tensors(change(folder, edit))
 
-    def test_shapes_told_by_ranks(self, tmp_path: Path) -> None:
+    def test_shapes_from_the_plans_of_ranks(self, tmp_path: Path) -> None:
         """Where Metadata has no ``mcore_data``, the ranks' plans do. They may not disagree."""
         folder = write_flat(tmp_path / "ckpt", {"m": simple()})
 
@@ -474,9 +474,7 @@ class TestLayoutC:
         assert megackpt.load_common_state_dict(copy.parent / "new") == {"iteration": 8}
 
     @pytest.mark.parametrize("to", ["torch_dist", "zarr"])
-    def test_classes_that_nobody_knows_survive_conversion(
-        self, tmp_path: Path, to: str
-    ) -> None:
+    def test_unknown_classes_survive_conversion(self, tmp_path: Path, to: str) -> None:
         recipe = types.new_class("Recipe")
         recipe.__module__, recipe.steps = "somebodys", 3  # type: ignore[attr-defined]
         with pytest.MonkeyPatch.context() as patch:

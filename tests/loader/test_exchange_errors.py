@@ -88,7 +88,7 @@ def test_an_error_while_bytes_are_handed_on_is_everybodys(
         assert "rank 2: RuntimeError: out of memory" in str(error)
 
 
-def test_a_rank_that_leaves_during_the_exchange_is_told(
+def test_all_other_ranks_name_a_rank_that_leaves_the_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, "torch_dist", 1, 3)
@@ -107,7 +107,7 @@ def test_a_rank_that_leaves_during_the_exchange_is_told(
         assert "rank 1 left: KeyboardInterrupt" in str(error)
 
 
-def test_holes_are_told_before_anything_is_touched(tmp_path: Path) -> None:
+def test_mismatches_raise_before_a_tensor_changes(tmp_path: Path) -> None:
     """What the planning of a shared load finds stands in one voice, and no tensor has changed."""
 
     def run(group: ThreadedGroup) -> None:
@@ -123,7 +123,7 @@ def test_holes_are_told_before_anything_is_touched(tmp_path: Path) -> None:
     ThreadedGroup.run(2, run)
 
 
-def test_a_group_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_load_group_that_is_not_a_process_group_raises(tmp_path: Path) -> None:
     megackpt.save({"a": 1}, tmp_path)
     with pytest.raises(
         megackpt.CheckpointingException, match="load_group must be a process group"
@@ -131,7 +131,7 @@ def test_a_group_that_is_none_is_told(tmp_path: Path) -> None:
         megackpt.load({}, tmp_path, Strategy(exchange="always", load_group=3))
 
 
-def test_no_memory_between_two_collectives_is_told_at_once(
+def test_no_memory_between_two_collectives_raises_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = exchange.TransferData.of

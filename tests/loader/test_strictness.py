@@ -84,7 +84,7 @@ def test_missing_keys_raise_only_where_asked(simple: Path) -> None:
         megackpt.load(asking("a"), simple, strict="perhaps")
 
 
-def test_a_key_map_that_gives_no_key_is_told(simple: Path) -> None:
+def test_a_key_map_without_a_key_raises(simple: Path) -> None:
     asked = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8))}
     with pytest.raises(MismatchError, match="key_map gives None for 'w'"):
         megackpt.load(asked, simple, key_map={"w": None})  # type: ignore[dict-item]

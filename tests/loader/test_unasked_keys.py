@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_optimizer_that_has_not_stepped_is_told_what_it_leaves(
+def test_a_load_into_an_optimizer_without_steps_names_the_unasked_keys(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     megackpt.load(declared(*training()), run / "iter_0000001")

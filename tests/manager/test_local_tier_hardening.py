@@ -273,7 +273,7 @@ def test_a_link_in_the_place_of_the_runs_directory_is_refused(tmp_path: Path) ->
         (None, "localhost", "ranks [01] and [01] are both on host 'localhost'"),
     ],
 )
-def test_hosts_that_are_not_told_apart(
+def test_hosts_with_one_name_or_one_directory_raise(
     tmp_path: Path, path: str | None, host: str | None, match: str
 ) -> None:
     def rank(group: ThreadedGroup) -> None:

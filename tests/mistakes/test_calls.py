@@ -248,7 +248,7 @@ def the_grid_of_an_object_is_a_product_gone_wild(r):
 # --- what is no error, or not everybody's ---
 
 
-def test_plain_tensors_that_differ_between_ranks_are_told(tmp_path, caplog):
+def test_plain_tensors_that_differ_between_ranks_are_logged(tmp_path, caplog):
     """A state_dict() where a sharded_state_dict() belongs: only rank 0's values are saved."""
 
     def save(group):
@@ -276,7 +276,7 @@ def test_plain_tensors_that_differ_between_ranks_are_told(tmp_path, caplog):
     )
 
 
-def test_a_rank_that_calls_alone_is_told_who_is_missing(tmp_path):
+def test_the_error_of_a_rank_that_calls_alone_names_the_missing_ranks(tmp_path):
     def save(group):
         if group.rank == 0:  # as one does with torch.save
             megackpt.save({"n": 1}, tmp_path / "alone", process_group=group)

@@ -468,7 +468,9 @@ def the_key_map_is_the_wrong_way_round(r):
 
 
 @pytest.mark.parametrize("asked", [torch.zeros(8), "decoder.layers.1.norm.weight"])
-def test_what_is_asked_for_by_a_plain_tensor_or_a_text_is_told(asked, stranger, caplog):
+def test_a_load_warns_of_plain_tensors_and_texts_with_stored_names(
+    asked, stranger, caplog
+):
     """A state_dict() where a sharded_state_dict() belongs: nothing of it is loaded."""
     loaded = megackpt.load(
         {"decoder.layers.1.norm.weight": asked}, stranger.run / "iter_0000100"

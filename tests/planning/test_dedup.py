@@ -145,7 +145,7 @@ def test_without_balance_the_main_replica_writes() -> None:
     assert writers(world(held, [0, 0]), balance=False) == {"a": 1, "b": 1, "c": 0}
 
 
-def test_shards_without_main_replica_are_nobodys() -> None:
+def test_shards_without_main_replica_are_not_assigned() -> None:
     meta, box = TensorMeta((4,), "uint8"), Box((0,), (4,))
     rows = [Declaration(ShardId("w", box), meta, 1, False, 4, 0)]
     for balance in (True, False):

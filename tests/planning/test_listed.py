@@ -14,7 +14,7 @@ LEFT, RIGHT = Box((0, 0), (4, 3)), Box((0, 3), (4, 3))
 BIG = 1 << 62
 
 
-def test_chunks_stand_as_they_are_told():
+def test_chunks_are_listed_unchanged():
     told = [
         (0, RIGHT, Location("b", 8, 24)),
         (1, Box((1,), (1,)), Location("a", 0, 9)),

@@ -138,7 +138,7 @@ def test_names_of_tensors_and_objects_without_the_common_state() -> None:
     assert stored(manifest_of()) == requested(wanted_of()) == set()
 
 
-def test_a_caller_is_told_keys() -> None:
+def test_returned_keys() -> None:
     names = stored(STORED)
     told = keys(names | {"no/shard_0_1"}, STORED.tensors)
     assert told == {

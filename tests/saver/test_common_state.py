@@ -24,7 +24,7 @@ from megackpt.testing import ThreadedGroup
 from tests.test_save_load import model
 
 
-def test_only_rank_zeros_common_state_is_stored_and_differences_are_told(
+def test_only_rank_zeros_common_state_is_stored_and_differences_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def run(group: ThreadedGroup) -> Any:
@@ -46,7 +46,7 @@ def test_only_rank_zeros_common_state_is_stored_and_differences_are_told(
     ]
 
 
-def test_a_difference_in_a_later_save_is_told_once(
+def test_a_difference_in_a_later_save_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Later saves reuse the plan of the first one, for which all ranks were alike."""
@@ -105,7 +105,7 @@ def test_views_in_the_common_state_are_stored_at_their_own_size(tmp_path: Path) 
     assert loaded["views"][1]["last"].item() == 999_999
 
 
-def test_what_will_need_trust_is_told_at_the_save(
+def test_a_save_warns_of_classes_that_need_trust(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {

@@ -80,7 +80,7 @@ def test_odd_keys(tmp_path: Path, strategy: str, key: str) -> None:
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["d"]
 
 
-def test_wrong_calls_are_told() -> None:
+def test_wrong_calls_raise() -> None:
     with pytest.raises(NotImplementedError, match="common_strategy"):
         megackpt.save({}, "x", common_strategy=("torch", 1))
     with pytest.raises(
@@ -108,7 +108,7 @@ def test_wrong_calls_are_told() -> None:
 
 
 @pytest.mark.parametrize("where", ["", None, 3, b"x", "a\0b"])
-def test_what_is_no_directory_is_told(where: Any) -> None:
+def test_a_path_that_is_not_a_directory_raises(where: Any) -> None:
     for call in (
         lambda: megackpt.save({}, where),
         lambda: megackpt.load({}, where),

@@ -33,7 +33,7 @@ def stories(size: int, run: Callable[[ThreadedGroup], Any]) -> list[BaseExceptio
     return outcomes  # type: ignore[return-value]
 
 
-def test_a_wrong_declaration_is_told_on_every_rank_and_leaves_nothing(
+def test_a_wrong_declaration_raises_on_every_rank_and_leaves_no_directory(
     tmp_path: Path,
 ) -> None:
     def run(group: ThreadedGroup) -> None:
@@ -128,7 +128,7 @@ def test_a_rank_with_a_broken_state_stops_all(tmp_path: Path) -> None:
     )
 
 
-def test_ranks_that_name_different_directories_are_told_so(tmp_path: Path) -> None:
+def test_a_save_to_different_directories_raises_on_all_ranks(tmp_path: Path) -> None:
     def run(group: ThreadedGroup) -> None:
         megackpt.save(
             model(group.rank, 2, 1, 1), tmp_path / str(group.rank), process_group=group
@@ -138,7 +138,7 @@ def test_ranks_that_name_different_directories_are_told_so(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("formats", [("zarr", "torch_dist"), ("torch_dist", "zarr")])
-def test_ranks_that_name_different_formats_are_told_so(
+def test_a_save_in_different_formats_raises_on_all_ranks(
     tmp_path: Path, formats: tuple[str, str]
 ) -> None:
     def run(group: ThreadedGroup) -> None:
@@ -182,7 +182,7 @@ def test_an_expanded_tensor_cannot_be_loaded_into(tmp_path: Path) -> None:
         megackpt.load(asked, tmp_path)
 
 
-def test_ranks_that_load_from_different_directories_are_told_so(tmp_path: Path) -> None:
+def test_a_load_from_different_directories_raises_on_all_ranks(tmp_path: Path) -> None:
     saved(tmp_path / "0", "torch_dist", 2, 1, 1)
     saved(tmp_path / "1", "torch_dist", 2, 1, 1)
 
@@ -229,7 +229,7 @@ def test_a_load_that_does_not_fit_changes_nothing_anywhere(tmp_path: Path) -> No
     assert all((t == -1).all() for t in touched)
 
 
-def test_a_load_that_asks_twice_for_the_same_is_told(tmp_path: Path) -> None:
+def test_a_load_that_asks_twice_for_the_same_region_raises(tmp_path: Path) -> None:
     saved(tmp_path, "torch_dist", 2, 1, 1)
 
     def run(group: ThreadedGroup, **options: Any) -> Any:

@@ -355,7 +355,7 @@ class TestTrust:
         assert Loud.told == []
         assert not caplog.records
 
-    def test_what_has_to_be_trusted_is_told(
+    def test_the_warning_of_classes_that_need_trust_is_logged_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         with caplog.at_level(logging.WARNING):

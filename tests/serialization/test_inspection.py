@@ -106,6 +106,6 @@ def test_it_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert look(serialization.dump(list(range(20)))) == [*range(9), *[UNSEEN] * 11]
 
 
-def test_damage_is_told() -> None:
+def test_damage_raises() -> None:
     with pytest.raises(CorruptCheckpoint, match="here: "):
         look(serialization.dump([1])[:-30], "here")

@@ -139,7 +139,7 @@ def test_storages_are_aligned_as_torch_aligns_them() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_classes_that_nobody_knows_survive(
+def test_unknown_classes_survive(
     protocol: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = types.ModuleType("nobodys.module")

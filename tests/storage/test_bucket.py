@@ -61,6 +61,21 @@ def test_multipart(line: Line, root: BucketStorage, bucket: Bucket) -> None:
     assert len(line.seen) == 1 + 5
 
 
+def test_the_memory_of_a_write_may_be_reused(line: Line, root: BucketStorage) -> None:
+    """Staging buffers are, while obstore sends parts in the background."""
+    line.fault = lambda request: "slow" if request.method == "PUT" else None
+    memory = bytearray(16 * MIB)
+    with root.create("f") as writer:
+        for number in range(1, 5):
+            memory[:] = bytes([number]) * len(memory)
+            writer.write([memoryview(memory)])
+        memory[:] = bytes(len(memory))
+    found = root.get("f")
+    for number in range(1, 5):
+        part = found[(number - 1) * len(memory) : number * len(memory)]
+        assert part == bytes([number]) * len(memory)
+
+
 def test_an_object_of_any_size_has_few_parts(
     root: BucketStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

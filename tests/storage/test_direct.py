@@ -214,7 +214,7 @@ def test_a_disk_that_refuses(root, monkeypatch, number, code):
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_progress_is_told_after_each_piece(root):
+def test_progress_is_reported_after_each_piece(root):
     moves: list[int] = []
     root.moved = lambda: moves.append(1)
     with root.create("f") as writer:

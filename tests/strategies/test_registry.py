@@ -153,7 +153,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("entries", "source", "told"), BROKEN)
-def test_a_broken_plug_in_is_told_of_when_asked_for_and_breaks_nothing_else(
+def test_a_broken_plug_in_raises_when_asked_for_and_other_formats_work(
     tmp_path, plug, entries, source, told
 ):
     plug(entries, source)
@@ -192,7 +192,7 @@ def test_a_built_in_name_is_not_to_be_had(tmp_path, plug, caplog):
     assert saved_as(tmp_path / "c") == ("torch_dist", 1)
 
 
-def test_a_backend_that_nobody_registered_is_given_as_an_object(tmp_path, plug):
+def test_an_unregistered_backend_is_given_as_an_object(tmp_path, plug):
     module = plug({})
     mine = importlib.import_module(module).Mine()
     megackpt.save(state(2.0), tmp_path / "c", mine)
@@ -213,9 +213,7 @@ def test_an_object_that_cannot_read_the_version_says_so(tmp_path, plug):
         megackpt.load(state(), tmp_path / "c", module.Newer())
 
 
-def test_what_a_plug_in_raises_while_it_reads_is_told_as_its_own(
-    tmp_path, plug, monkeypatch
-):
+def test_an_exception_of_a_plug_in_names_its_format(tmp_path, plug, monkeypatch):
     mine = importlib.import_module(plug({})).Mine()
     megackpt.save(state(), tmp_path / "c", mine)
     bare(tmp_path / "c")

@@ -127,7 +127,7 @@ def test_megatron_takes_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wrong_options_are_told_before_anything_is_measured(tmp_path: Path) -> None:
+def test_wrong_options_are_refused_before_the_first_measurement(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     for wrong, told in {
         ("--peers", "tar"): "no such peer: tar",

@@ -291,7 +291,7 @@ def test_the_tree_of_16384_ranks() -> None:
     assert tree.rounds == 3 * (2 + 2 + 1 + 2 * 2 + 1)
 
 
-def test_every_step_is_told() -> None:
+def test_every_step_is_printed() -> None:
     command = [
         sys.executable,
         str(TOOLS / "simulate.py"),

@@ -1,4 +1,4 @@
-"""The contestants: megackpt in each of its formats, and stock torch DCP. Others are in peers.py."""
+"""The contestants: megackpt in each of its formats, and stock torch DCP. Further peers are in peers.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Place:
 
     @property
     def parts(self) -> int:
-        """Into how many parts tensors are cut in the state that is saved; the other ranks hold copies."""
+        """The number of parts of each tensor in the saved state; all further ranks hold copies."""
         return min(2, self.ranks)
 
 
@@ -111,7 +111,7 @@ def _mesh(copies: int, parts: int) -> DeviceMesh:
 
 
 class StockDcp(Contestant):
-    """torch.distributed.checkpoint with its own defaults."""
+    """torch.distributed.checkpoint with its defaults."""
 
     name = "torch DCP"
 

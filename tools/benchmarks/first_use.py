@@ -51,7 +51,7 @@ class FirstUse:
         return self.root / f"first.{name.replace(' ', '-')}"
 
     def ratio(self, verb: str, name: str, spec: Spec) -> float:
-        """Of processes of their own, which have imported what they call, and hold the state."""
+        """First seconds over later seconds, in new processes that have imported the library and hold the state."""
         with Team(f"new{next(_numbers)}", 4, self.root) as team:
             team.ask("hold", spec, 2)
             team.ask("look_up")

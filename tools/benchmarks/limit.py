@@ -1,4 +1,4 @@
-"""The plain-I/O limit: the same bytes, by as many processes, with nothing but pwritev, fsync and preadv."""
+"""The plain-I/O limit: the same bytes, by the same number of processes, with only pwritev, fsync and preadv."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Limit(Contestant):
 
     def declare(self, pieces: Sequence[Piece]) -> list[Batch]:
         mine = sum(piece.data.nbytes for piece in pieces)
-        # At least 16 batches, so that those of small states spread over the ranks, too.
+        # At least 16 batches, so that the batches of small states spread over the ranks, too.
         return batches(pieces, min(BATCH, max(mine // 16, 1)))
 
     def save(self, declared: list[Batch], folder: Path) -> None:

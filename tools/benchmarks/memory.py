@@ -47,7 +47,7 @@ def watched(pids: Sequence[int]) -> Iterator[Peaks]:
 
 
 def taken(pid: int) -> int:
-    """Its own memory but for files, and what those that it started have for themselves (the rest they share)."""
+    """The memory of a process without files, and the private memory of its descendants (they share the rest)."""
     return sum(_field(pid, "status", kind) for kind in ("RssAnon:", "RssShmem:")) + sum(
         _field(child, "smaps_rollup", "Private_Dirty:")
         for child in _descendants(pid)

@@ -18,7 +18,7 @@ from benchmarks.table import Value
 from benchmarks.training import Trained
 
 FAR = 4.0
-"""A contestant that takes so many times the limit in the first measured round leaves the race."""
+"""A contestant that takes this many times the limit in the first measured round leaves the race."""
 
 
 class Entry(NamedTuple):
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Times:
-    """Of one entry, for each round: seconds, these over those of the limit, CPU seconds of all ranks."""
+    """The times of one entry in each round: seconds, seconds over the limit's, CPU seconds of all ranks."""
 
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Arena:
         return self.root / f"{spec.name}.{name.replace(' ', '-')}"
 
     def save(self, spec: Spec, entry: Entry) -> list[Taken]:
-        """Into a folder that is not there, on a disk that has nothing to do."""
+        """Save into a folder that does not exist, on an idle disk."""
         team, folder = self.teams[entry.name], self.folder(spec, entry.name)
         shutil.rmtree(folder, ignore_errors=True)
         team.ask("declare", entry.name)
@@ -127,7 +127,7 @@ class Arena:
     ) -> dict[Entry, Times]:
         """``save`` or ``load`` of the state that is held, by all in turn; the first round is not counted.
 
-        The limit comes first in each round, the others in an order that moves on by one from round to round.
+        The limit comes first in each round. The order of all other entries moves on by one from round to round.
         """
         times: dict[Entry, Times] = defaultdict(Times)
         here = list(entries)

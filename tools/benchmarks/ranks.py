@@ -1,7 +1,7 @@
 """The processes of a benchmark: teams of ranks that run one command at a time.
 
-Contestants that cannot share processes (Megatron changes torch) have teams of their own; a team that has nothing to
-do waits for its next message. If any rank fails or dies, the whole run ends with its traceback.
+Contestants that cannot share processes (Megatron changes torch) have separate teams; an idle team waits for its next
+message. If any rank fails or dies, the whole run ends with its traceback.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BenchmarkFailed(Exception):
 
 @dataclass(frozen=True)
 class Taken:
-    """What one rank took for one step."""
+    """The resources that one rank took for one step."""
 
     seconds: float
     cpu: float
@@ -96,7 +96,7 @@ class Rank:
         self._training: Training | None = None
 
     def hold(self, spec: Spec | None, parts: int, strided: bool = False) -> None:
-        """From now on this state, cut into so many parts; None: nothing. What contestants cached is forgotten."""
+        """Hold this state from now on, cut into ``parts`` parts; None: no state. Caches of contestants are cleared."""
         self._contestants, self._state, self._declared, self._loaded = {}, [], {}, None
         if spec is not None:
             index, copy = self.place.rank % parts, self.place.rank // parts
@@ -123,7 +123,7 @@ class Rank:
         return _timed(step)
 
     def train(self, name: str, folder: Path, change: bool, on_device: bool) -> Trained:
-        """Steps beside an asynchronous save. ``change``: all tensors, as soon as it lets go of them."""
+        """Steps during an asynchronous save. ``change``: change all tensors as soon as the save allows it."""
         if name not in self._trainers:
             held = sum(piece.data.nbytes for piece in self._state)
             share = held * self.place.parts // self.place.ranks
@@ -146,7 +146,7 @@ class Rank:
             getattr(megackpt, name)
 
     def declare_for(self, name: str) -> None:
-        """Get ready for loading what this trainer saved."""
+        """Get ready for a load of the checkpoint that this trainer saved."""
         who = self._trainers[name].who
         self._loaded, self._contestants[name] = None, who
         self._declared[name] = who.declare(self._state)
@@ -197,9 +197,9 @@ def _read_bytes() -> int:
 
 def _serve(place: Place, rendezvous: str, pipe: Connection) -> None:
     die_with_parent()
-    os.setpgrp()  # so that what a contestant starts can be ended with it
+    os.setpgrp()  # so that processes of a contestant can be ended with it
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # those of the peers about themselves
+    warnings.simplefilter("ignore")  # warnings of the peers about themselves
     try:
         dist.init_process_group(
             "gloo",
@@ -221,7 +221,7 @@ def _serve(place: Place, rendezvous: str, pipe: Connection) -> None:
 
 
 class Team:
-    """So many ranks. ``with`` ends them, whatever happened."""
+    """A number of ranks. ``with`` ends them, whatever happened."""
 
     def __init__(self, name: str, ranks: int, root: Path) -> None:
         self.name = name

@@ -1,9 +1,9 @@
-"""The figures that need one process: planning and indexes of thousands of ranks (P9, P10), and what digests cost (P13).
+"""The figures that need one process: planning and indexes of thousands of ranks (P9, P10), and digests (P13).
 
 Everything here is CPU time of one thread. P13 takes the write pass as it is, with one file and so one thread, on
-tensors that are in no cache: a save's own ``Backend.write`` into files that keep nothing. The rest of it is the
-digests (and the framing, some microseconds a MiB), and that is compared with one copy of the same bytes into memory
-that was touched before.
+tensors that are in no cache: the ``Backend.write`` of a save into files that drop their bytes. The remaining time is
+for digests (and the framing, some microseconds a MiB). P13 compares it with one copy of the same bytes into memory that
+was touched before.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def stock_plan(ranks: int, rounds: int) -> dict[str, list[float]]:
 
 
 def digests(folder: str, nbytes: int, rounds: int) -> list[float]:
-    """P13: CPU seconds of a write pass that goes nowhere, over those of a copy."""
+    """P13: CPU seconds of a write pass into files that drop their bytes, over CPU seconds of a copy."""
     held = pieces(Spec.large(nbytes), 0, 1, 0)
     rows = [
         Declaration(
@@ -157,7 +157,7 @@ def digests(folder: str, nbytes: int, rounds: int) -> list[float]:
 
 
 class _Nowhere(LocalStorage):
-    """Files that keep nothing."""
+    """Files that drop their bytes."""
 
     def create(self, name: str) -> FileWriter:  # noqa: ARG002
         return _Lost()
@@ -180,7 +180,7 @@ class _Lost(FileWriter):
 
 
 def _world(ranks: int, copies: int) -> list[Declarations]:
-    """So many ranks with 64 shards each; a stage is cut over 8 ranks, and the whole is repeated ``copies`` times."""
+    """``ranks`` ranks with 64 shards each; a stage is cut over 8 ranks, and the whole is repeated ``copies`` times."""
     cut = min(CUT, ranks // copies)
     job = Parallelism(tensor=cut, pipeline=ranks // copies // cut, data=copies)
     meta, places = TensorMeta((ROWS * cut, COLUMNS), "bfloat16"), Places(job)
@@ -217,7 +217,7 @@ def _dcp_item(row: Declaration) -> WriteItem:
 
 
 def _seconds(step: Callable[[], object], rounds: int) -> list[float]:
-    """Of the CPU, each time; the process has nothing else to do."""
+    """CPU seconds of each round; the process is idle otherwise."""
     taken = []
     for _ in range(rounds):
         start = time.process_time()

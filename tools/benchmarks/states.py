@@ -15,7 +15,7 @@ EIGHTHS = 8
 
 @dataclass(frozen=True)
 class Spec:
-    """Tensors of so many rows each (multiples of 8), all of as many columns of four bytes."""
+    """Tensors of ``rows`` rows each (multiples of 8), all with ``columns`` columns of four bytes."""
 
     name: str
     rows: tuple[int, ...]
@@ -46,7 +46,7 @@ class Spec:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one rank holds of one tensor: part ``index`` of ``parts`` equal ones along the first axis."""
+    """One rank's piece of one tensor: part ``index`` of ``parts`` equal ones along the first axis."""
 
     key: str
     number: int
@@ -84,7 +84,7 @@ class Piece:
 def pieces(
     spec: Spec, index: int, parts: int, copy: int, *, strided: bool = False
 ) -> list[Piece]:
-    """One piece of every tensor, filled. ``strided``: columns lie one after the other in memory, not rows."""
+    """One piece of every tensor, filled. ``strided``: columns are consecutive in memory, not rows."""
     return list(_pieces(spec, index, parts, copy, strided))
 
 

@@ -86,7 +86,7 @@ def in_gbs(speed: float) -> str:
 
 
 def machine(folder: Path) -> dict[str, Any]:
-    """What a reader of the figures should know of where they were taken."""
+    """The facts about the machine that a reader of the figures should know."""
     packages = (
         *("torch", "megatron-core", "safetensors", "tensorstore", "zarr", "numpy"),
         *("torch_checkpointing", "orbax-checkpoint"),

@@ -65,7 +65,7 @@ class Stock(Trainer):
             "async_checkpointer_type": kind,
             "process_group": dist.new_group(
                 backend="gloo"
-            ),  # the trainer's own is in use meanwhile
+            ),  # the trainer's group is in use meanwhile
         }
         if reuse:
             keep = staging.StagingOptions(
@@ -117,11 +117,11 @@ if not hasattr(staging, "DefaultStager"):  # torch 2.8
 
 
 PREPARED = ", prepared"
-"""The end of a trainer's name: it tells the queue beforehand what a rank saves."""
+"""The end of a trainer's name: it gives the queue the size of a rank's save beforehand."""
 
 
 def trainer(name: str, place: Place, nbytes: int) -> Trainer:
-    """``nbytes``: what this rank saves."""
+    """``nbytes``: the bytes that this rank saves."""
     made = TRAINERS.get(name)
     if made is not None:
         return made(place)
@@ -133,8 +133,9 @@ def trainer(name: str, place: Place, nbytes: int) -> Trainer:
 
 @dataclass(frozen=True)
 class Trained:
-    """Of one rank, in seconds: how long the save blocked it, the time of a step alone and during a save; and
-    how much longer all took, until the save was complete, than so many steps alone.
+    """Seconds of one rank: how long the save blocked it; a step alone, and during a save; and the extra time.
+
+    The extra time is how much longer all steps took, until the save was complete, than the same steps alone.
     """
 
     blocked: float
@@ -146,7 +147,7 @@ class Trained:
 class Training:
     """Steps of a trainer: work, and a message among all ranks at the end of each.
 
-    The work is arithmetic that keeps a core busy, or that of a device: then the trainer waits for as long.
+    The work is arithmetic that keeps a core busy, or work of a device: then the trainer waits for the same time.
     """
 
     def __init__(self) -> None:
@@ -199,7 +200,7 @@ def _everywhere(done: bool) -> bool:
 
 
 def memcpy(tensors: list[torch.Tensor], nbytes: int) -> float:
-    """Seconds of one copy of so many of these bytes into memory that has been written before."""
+    """Seconds of one copy of ``nbytes`` of these bytes into memory that has been written before."""
     parts, left = [], nbytes
     for tensor in tensors:
         octets = tensor.view(torch.uint8).reshape(-1)[:left]

@@ -40,7 +40,7 @@ NO_DIGESTS = np.zeros((0, DIGEST_SIZE), np.uint8)
 def write_results(
     backend: Backend, plans: Sequence[SavePlan], planned: Manifest
 ) -> list[WriteResult]:
-    """What each rank would return from writing, without digests.
+    """The results that each rank would return from writing, without digests.
 
     ``planned`` has the lengths of objects. Raises CheckpointingException for formats and options whose layout
     depends on the data.

@@ -1,4 +1,4 @@
-"""A job's parallelism, and what each of its ranks declares of tensors that are cut along its axes."""
+"""A job's parallelism, and the declarations of each rank for tensors that are cut along its axes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Parallelism:
 
 
 class Places:
-    """Columns of boxes, and on which ranks each is held: those of one stage, expert group, tensor rank, data rank.
+    """Columns of boxes, and the ranks that hold each: one stage, expert group, tensor rank, data rank.
 
     Tensors that several ranks hold are replicas; ``ANY`` = on all of them.
     """
@@ -76,7 +76,7 @@ class Places:
         self._columns.append(columns)
 
     def parts(self, tensors: Sequence[TensorEntry]) -> list[Declarations]:
-        """The declarations of every rank. What ranks have in common is worked out once, and is the same object."""
+        """The declarations of every rank. Common parts of ranks are worked out once, and are the same object."""
         job = self.job
         boxes, columns = Boxes.concat(self._boxes), np.concatenate(self._columns)
         by_stage = _by(2, columns, np.arange(len(columns)), job.pipeline)
@@ -107,7 +107,7 @@ def grid_pieces(shape: Sequence[int], pieces: Sequence[int]) -> tuple[Boxes, Int
         np.array(pieces, np.int64)[:, None],
     )
     low, high = which * extents // counts, (which + 1) * extents // counts
-    # Rows that lie together: of others, Boxes.take would copy all to give a few.
+    # Contiguous rows: Boxes.take would copy all rows of another layout to give a few.
     return Boxes(
         np.ascontiguousarray(low.T), np.ascontiguousarray((high - low).T)
     ), which
@@ -120,7 +120,7 @@ def _living(columns: Int64, rows: Int64, column: int, place: int) -> Int64:
 
 
 def _by(column: int, columns: Int64, rows: Int64, places: int) -> list[Int64]:
-    """The rows of each position in this column; once, where these are all alike."""
+    """The rows of each position in this column; one entry if all positions have the same rows."""
     place = columns[rows, column]
     everywhere, own = rows[place == ANY], rows[place != ANY]
     if not len(own):

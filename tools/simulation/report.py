@@ -38,7 +38,7 @@ def answer(saves: Sequence[Save], loads: Sequence[Load | None]) -> Answer:
 
 
 def wire_facts(operation: str, wire: Wire) -> dict[str, Any]:
-    """``others`` are all ranks but rank 0: the most of any."""
+    """The figures of rank 0, and the largest ones of all other ranks (``others``)."""
     return {
         "operation": operation,
         "ranks": len(wire.sent),

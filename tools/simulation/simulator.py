@@ -1,4 +1,4 @@
-"""A save and a load of thousands of ranks in one process, with the library's own planner: times, bytes, files."""
+"""A save and a load of thousands of ranks in one process, with the library's planner: times, bytes, files."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Load:
     ranks: tuple[int, ...]
     seconds: Int64 | Any  # CPU seconds of each rank's planning
     needed: Int64  # bytes of each rank's tensors
-    read: Int64  # bytes that each rank reads, digests not checked; as needed where the format's own reader reads
+    read: Int64  # bytes that each rank reads, digests not checked; as ``needed`` where the format's reader reads
     requests: Int64  # calls that read them
     sends: wire.Wire | None
 
@@ -189,7 +189,7 @@ def _contents(
 
 
 def simulate_load(model: Model, job: Parallelism, save: Save, sample: int = 64) -> Load:
-    """Plan a load of the model by the ranks of this job; of more than ``sample``, by so many that lie evenly apart."""
+    """Plan a load of the model by the ranks of this job, or by ``sample`` of them at even distances."""
     parts = model.declared(job)
     ranks = tuple(
         np.unique(
@@ -237,7 +237,7 @@ class _CountingReader(FileReader):
     def __init__(self, storage: CountingStorage) -> None:
         self._storage = storage
 
-    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:  # noqa: ARG002 - nothing is anywhere
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> None:  # noqa: ARG002 - the file has no bytes
         self._storage.bytes += sum(map(len, buffers))
         self._storage.requests += 1
 

@@ -1,4 +1,4 @@
-"""What a save and a load cost on the wire: connections, rounds, and the bytes that each rank sends and receives.
+"""The cost of a save and a load on the wire: connections, rounds, and the bytes that each rank sends and receives.
 
 Ranks are connected as ``children_of`` says. Sizes are those of packed messages; each message has a head of
 some hundred bytes (kind, stage, path) in addition. tests/tools/test_simulate.py compares this with the counters
@@ -31,7 +31,7 @@ from megackpt.saver.save_operation import _RankReply, _RankRequest as SaveReques
 VOTE = 7 * 8
 """Bytes: each rank votes with seven numbers."""
 CONFIRMATIONS = 2
-"""Rank 0 asks so often, before a commit, whether all ranks still wait."""
+"""How many times rank 0 asks, before a commit, whether all ranks still wait."""
 DIRECTORY = "/checkpoints/iter_0001000"
 SAVE_ID = "0" * 32
 _EMPTY = len(join([]))
@@ -40,7 +40,7 @@ _EACH = len(join([b""])) - _EMPTY
 
 @dataclass(frozen=True, eq=False)
 class SaveMessages:
-    """Bytes of what each rank sends to rank 0 (requests, results), and gets from it (replies)."""
+    """Bytes of the messages that each rank sends to rank 0 (requests, results), and gets from it (replies)."""
 
     requests: Int64
     replies: Int64
@@ -129,7 +129,7 @@ def _commit(wire: Wire, messages: SaveMessages, written: int) -> None:
 
 
 def load(parts: Sequence[Declarations], gathered: Int64, opened: int) -> Wire:
-    """Each rank reads what it needs.
+    """Each rank reads the bytes that it needs.
 
     ``gathered``: bytes of the declarations; ``opened``: see ``opened_size``.
     """
@@ -164,7 +164,7 @@ def messages_of(
 ) -> SaveMessages:
     """Sizes of the messages with the declarations and plans of these sizes.
 
-    ``part`` and ``plan`` are those of one rank: what is around them is alike for all. The results have
+    ``part`` and ``plan`` belong to one rank: the rest of the messages is equal for all ranks. The results have
     no digests; ``blocks``: how many each rank computes.
     """
     request = SaveRequest(DIRECTORY, "torch_dist 1", part, blake2b(b"").digest(), {})

@@ -1,10 +1,10 @@
 """Hugging Face's names and shapes of a model's tensors, by a table of rules.
 
-A table maps patterns of our keys to a name over there, or to a rule that says how our tensor
-consists of theirs; None: they have no such tensor. In a pattern ``*`` is any text, as short as
-possible, and ``#`` a number. ``.#`` also matches nothing: then the tensor has a leading axis for
-the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`` of a name over
-there have the value that the n-th here matched.
+A table maps patterns of our keys to a Hugging Face name, or to a rule that composes our tensor of
+Hugging Face tensors; None: Hugging Face has no such tensor. In a pattern ``*`` is any text, as
+short as possible, and ``#`` a number. ``.#`` also matches the empty text: then the tensor has a
+leading axis for the numbers, like the stacked layers of Megatron-Core. The n-th ``*`` and the n-th
+``#`` of a Hugging Face name have the value that the n-th ones of the pattern matched.
 """
 
 from megackpt.adapters.huggingface.key_tables import (

@@ -11,17 +11,17 @@ from megackpt.errors import MismatchError
 Rules = dict[str, Theirs | None]
 
 BESIDE: Rules = {"optimizer.*": None, "chained_#.*": None}
-"""What training checkpoints hold beside the model."""
+"""Keys of training checkpoints that do not belong to the model."""
 
 _OURS, _THEIRS = "decoder.layers.#.", "model.layers.#."
 _ATTENTION, _MLP = f"{_OURS}self_attention.", f"{_OURS}mlp."
 
 
 def llama(config: Mapping[str, Any]) -> Rules:
-    """Llama and models like it, by their ``config.json``. Our keys are those of GPTModel.
+    """Llama and models like it, by their ``config.json``. Our keys are the keys of GPTModel.
 
-    GPTModel is Megatron-Core's. Query, key and value are one tensor there, group by group, and so
-    are gate and up. Norms are modules, or belong to the linear layer that follows them.
+    GPTModel is Megatron-Core's. It has one tensor for query, key and value, group by group, and
+    one for gate and up. Norms are modules, or belong to the linear layer that follows them.
     """
     heads = _positive_int(config, "num_attention_heads")
     vocabulary = _positive_int(config, "vocab_size")
@@ -85,7 +85,7 @@ def qwen3(config: Mapping[str, Any]) -> Rules:
 
 
 def qwen3_moe(config: Mapping[str, Any]) -> Rules:
-    """Qwen3 with experts, in all layers or in those that its ``config.json`` says."""
+    """Qwen3 with experts, in all layers or in the layers that its ``config.json`` names."""
     has_dense = (
         config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) > 1
     )
@@ -116,7 +116,7 @@ def gemma(config: Mapping[str, Any]) -> Rules:
 def _with_experts(
     rules: Rules, module: str, names: tuple[str, str, str], has_dense: bool = False
 ) -> Rules:
-    """The rules with experts: ``names`` of gate, up and down in ``module`` over there."""
+    """The rules with experts: ``names`` of gate, up and down in Hugging Face's ``module``."""
     if not has_dense:
         del rules[f"{_MLP}linear_fc1.weight"], rules[f"{_MLP}linear_fc2.weight"]
     expert = f"{_MLP}experts.experts.#."

@@ -21,10 +21,11 @@ Naming = Callable[[str], str]
 class Piece:
     """The region ``box`` of one tensor is the region ``there`` of the tensor ``key``.
 
-    ``shape``: of the tensor ``key``. ``axes``: for each of its axes the axis here that runs along
-    it (None: none; its extent is 1). Axes here that are not named have the extent 1, too. ``tied``:
-    another tensor of ours is the same one. ``exact``: the stored tensor must have this shape, even
-    with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers in ``key``.
+    ``shape``: the shape of the tensor ``key``. ``axes``: for each of its axes the axis here that
+    runs along it (None: none; its extent is 1). Axes here that are not named have the extent 1,
+    too. ``tied``: another one of our tensors has the same values. ``exact``: the stored tensor must
+    have this shape, even with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are
+    numbers in ``key``.
     """
 
     box: Box
@@ -44,7 +45,7 @@ class Piece:
         return replace(self, box=common, there=self.maps(common))
 
     def maps(self, box: Box) -> Box:
-        """The region over there of a part of ``box``."""
+        """The region of the tensor ``key`` for a part of ``box``."""
         offset = []
         shape = []
         for axis, start in zip(self.axes, self.there.offset, strict=True):
@@ -57,7 +58,7 @@ class Piece:
         return Box(tuple(offset), tuple(shape))
 
     def swapped(self, key: str, shape: Shape) -> Piece:
-        """The piece seen from over there. ``key``, ``shape``: those of the tensor here."""
+        """The piece in the opposite direction. ``key``, ``shape``: of the tensor here."""
         axes: list[int | None] = [None] * len(self.box.shape)
         for theirs, axis in enumerate(self.axes):
             if axis is not None:
@@ -65,7 +66,7 @@ class Piece:
         return Piece(self.there, key, shape, self.box, tuple(axes), self.tied)
 
     def view(self, array: Any) -> Any:
-        """An array or tensor of a region here, with the axes over there: the same memory."""
+        """View an array or tensor of a region here with the axes of the tensor ``key``."""
         mapped = [axis for axis in self.axes if axis is not None]
         kept = sorted(mapped)
         index = [slice(None) if axis in kept else 0 for axis in range(array.ndim)]
@@ -79,15 +80,15 @@ class Piece:
 
 
 class Rule(ABC):
-    """How a tensor of ours consists of theirs."""
+    """How one of our tensors is composed of Hugging Face tensors."""
 
     @abstractmethod
     def names(self) -> Iterator[str]:
-        """The names of theirs, with ``*`` and ``#``."""
+        """The names of the Hugging Face tensors, with ``*`` and ``#``."""
 
     @abstractmethod
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        """The pieces of a tensor of ours of this shape. ShardingError for an impossible shape."""
+        """The pieces of our tensor of this shape. ShardingError for an impossible shape."""
 
 
 Theirs = str | Rule
@@ -109,7 +110,7 @@ class Name(Rule):
 
 @dataclass(frozen=True)
 class _OfOne(Rule):
-    """A rule over one of theirs, or over another rule."""
+    """A rule over one Hugging Face tensor, or over another rule."""
 
     whole: Theirs
 
@@ -119,7 +120,7 @@ class _OfOne(Rule):
 
 @dataclass(frozen=True)
 class Transpose(_OfOne):
-    """Theirs with the last two axes exchanged (as GPT-2 keeps its linear layers)."""
+    """The Hugging Face tensor with its last two axes exchanged (like GPT-2's linear layers)."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         n = len(shape)
@@ -136,7 +137,10 @@ class Transpose(_OfOne):
 
 @dataclass(frozen=True)
 class Padded(_OfOne):
-    """Theirs has ``extent`` along ``axis``. The rest of ours is padding: zeros, and not stored."""
+    """The Hugging Face tensor has ``extent`` along ``axis``; the rest of our tensor is padding.
+
+    Padding is zero, and is not stored.
+    """
 
     extent: int
     axis: int = 0
@@ -157,7 +161,7 @@ class Padded(_OfOne):
 
 @dataclass(frozen=True)
 class Tied(_OfOne):
-    """The same as another tensor of ours, which is written. This one is only read."""
+    """The same values as another one of our tensors, which is written. This one is only read."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         pieces = as_rule(self.whole).pieces(shape, naming)
@@ -166,10 +170,10 @@ class Tied(_OfOne):
 
 @dataclass(frozen=True)
 class Fuse(Rule):
-    """Several of theirs, one after the other along ``axis``, in this ``ratio`` (default: equal).
+    """Several Hugging Face tensors, joined along ``axis`` in this ``ratio`` (default: equal).
 
-    ``groups``: repeated so often with a share of each. Query, key and value of 32 heads in 8
-    groups, each of 4 query heads, a key head and a value head:
+    ``groups``: how many times the ratio repeats; each group has a share of each tensor. Query, key
+    and value of 32 heads in 8 groups, each of 4 query heads, a key head and a value head:
     ``Fuse((q, k, v), ratio=(4, 1, 1), groups=8)``.
     """
 
@@ -206,7 +210,7 @@ class Fuse(Rule):
 
 @dataclass(frozen=True)
 class Part(_OfOne):
-    """Part ``number`` (from 0) of one of theirs that is fused as by ``Fuse``."""
+    """Part ``number`` (from 0) of one Hugging Face tensor that is fused in the way of ``Fuse``."""
 
     number: int
     ratio: tuple[int, ...]
@@ -262,7 +266,7 @@ def _move_shares(
     *,
     out: bool = False,
 ) -> list[Piece]:
-    """The pieces of a part, moved to its share of each group in the whole; or ``out`` of there."""
+    """The pieces of a part, moved into its share of each group in the whole, or ``out`` of it."""
     moved = []
     extent = ratio[number] * unit
     for group in range(groups):

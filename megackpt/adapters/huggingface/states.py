@@ -1,4 +1,4 @@
-"""A sharded state dict of ours, declared as Hugging Face's tensors, for a load or a save."""
+"""Our sharded state dicts, declared as Hugging Face's tensors, for a load or a save."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def as_huggingface(
     Each tensor is declared in pieces that are views of it. A load reads the ranges that this rank
     needs straight into the model, and returns tensors in the shapes and places of
     ``sharded_state_dict``. Everything else (objects, common state, tensors that the table maps to
-    None) is neither loaded nor saved: each rank keeps its own.
+    None) is neither loaded nor saved: each rank keeps its values.
 
     Errors are raised by the ``load`` or ``save``, on all ranks: MismatchError for keys that no
     rule fits, or several, and for impossible shapes; ShardingError for declarations that
-    contradict themselves. Each names everything that is wrong.
+    contradict themselves. Each error names all of its problems.
     """
     try:
         shards = extract(sharded_state_dict, from_megatron).shards
@@ -69,7 +69,7 @@ def _raise_later(error: Exception) -> ShardedTensorFactory:
 
 
 def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> Any:
-    """A leaf of a state, declared in pieces of theirs or kept on this rank."""
+    """A leaf of a state, declared in pieces of Hugging Face tensors or kept on this rank."""
     leaf = from_megatron(leaf)
     if isinstance(leaf, LocalNonpersistentObject):
         return leaf
@@ -100,8 +100,11 @@ def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> A
 def _near(
     pieces: list[Piece], boxes: Boxes, box: Box
 ) -> tuple[list[Piece], dict[str, Piece]]:
-    """The pieces in a box, and one of each other tensor near by. ``boxes``: those of the pieces."""
-    # A tensor of all layers has very many pieces: find those of this shard's layers first.
+    """The pieces in a box, and one piece of each other tensor near by.
+
+    ``boxes``: the boxes of ``pieces``.
+    """
+    # A tensor of all layers has very many pieces: find the pieces of this shard's layers first.
     stacked = slice(pieces[0].stacked)
     overlaps = boxes.offset[:, stacked] < box.stop[stacked]
     overlaps &= boxes.stop[:, stacked] > box.offset[stacked]
@@ -126,8 +129,8 @@ def _in_pieces(
 ) -> ShardedTensorFactory:
     """A shard, declared as the ``pieces`` of its global tensor that lie in it.
 
-    ``boxes``: those of the pieces. A load fills the views. What lies in no piece is padding, and
-    becomes zero.
+    ``boxes``: the boxes of the pieces. A load fills the views. Elements in no piece are padding,
+    and become zero.
     """
     prepended = shard.prepend_axis_num
     box = Box(tuple(shard.global_offset), (1,) * prepended + tuple(shard.local_shape))

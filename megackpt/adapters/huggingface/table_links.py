@@ -22,7 +22,7 @@ Links = dict[TensorId, list[Piece]]
 logger = logging.getLogger("megackpt.adapters")
 
 _MAX_PIECES = 10**6
-"""Of one tensor: far more than any model has layers and experts."""
+"""Limit of the pieces of one tensor: far more than any model has layers and experts."""
 _MAX_GAPS = 8
 _WILDCARD = re.compile(r"[*#]")
 _TOKEN = re.compile(r"(\*|\.#(?=\.|$)|^#\.|#)")
@@ -39,9 +39,8 @@ def link(
 
     A tensor that the table maps to None has no pieces. ``complete``: ``tensors`` are all tensors of
     the model. Then each rule must fit one of them (of several rules for the same names, one), every
-    element over there must come from exactly one place, and no layer, block or expert may be
-    missing between others.
-    Raises MismatchError with everything that does not fit.
+    Hugging Face element must come from exactly one place, and no layer, block or expert may be
+    missing between two existing ones. Raises MismatchError with everything that does not fit.
     """
     given: object = table
     if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
@@ -65,7 +64,7 @@ def link(
             used.append(entry)
             try:
                 matched.append(entry.match(key, shape))
-            except Exception as error:  # noqa: BLE001 - the caller's own rule may raise anything
+            except Exception as error:  # noqa: BLE001 - the caller's rule may raise anything
                 if isinstance(error, ShardingError):
                     text = str(error)
                 else:
@@ -77,7 +76,7 @@ def link(
             0, f"no rule fits {keys} (None as a rule: they have no such tensor)"
         )
     if complete:
-        # A check that follows would repeat what an earlier one has found.
+        # A later check would repeat the problems that an earlier one has found.
         problems += _unused_rules(entries, used)
         problems = problems or _gaps(matched)
         problems = problems or list(_miscounted_tensors(matched))
@@ -89,14 +88,14 @@ def link(
 
 @dataclass(frozen=True)
 class _Place:
-    """The values of a pattern's wildcards, and the index along stacked axes of ours."""
+    """The values of a pattern's wildcards, and the index along stacked axes of our tensor."""
 
     texts: tuple[str, ...]
     numbers: tuple[str, ...]
     index: tuple[int, ...]
 
     def name(self, pattern: str) -> str:
-        """A name over there, or another one with these wildcards."""
+        """A Hugging Face name, or another one with these wildcards."""
         values = {"*": iter(self.texts), "#": iter(self.numbers)}
         return _WILDCARD.sub(lambda wildcard: next(values[wildcard[0]]), pattern)
 
@@ -113,7 +112,7 @@ class _Match:
 
 @dataclass(frozen=True)
 class _Entry:
-    """One line of a table. ``names``: those of the rule, with wildcards."""
+    """One line of a table. ``names``: the names in the rule, with wildcards."""
 
     pattern: str
     expression: re.Pattern[str]
@@ -134,7 +133,7 @@ class _Entry:
             if theirs is not None:
                 rule = as_rule(theirs)
                 names = frozenset(rule.names())
-        except Exception as error:  # the caller's own rule may raise anything
+        except Exception as error:  # the caller's rule may raise anything
             raise ShardingError(f"the rule {pattern!r}: {error}") from error
         for name in names:
             if sorted(_WILDCARD.findall(name)) != wildcards:
@@ -202,7 +201,7 @@ def _check_pieces(pieces: list[Piece], shape: Shape) -> None:
         others = [n for axis, n in enumerate(piece.box.shape) if axis not in mapped]
         inside = Box.whole(shape).contains(piece.box)
         inside_theirs = Box.whole(piece.shape).contains(piece.there)
-        # Each axis once, and those that are not mapped of extent 1.
+        # Each axis once; axes that are not mapped have extent 1.
         axes_fit = len(mapped) + len(others) == len(shape) and set(others) <= {1}
         if (
             not (inside and inside_theirs and axes_fit)
@@ -230,11 +229,11 @@ def _unused_rules(entries: list[_Entry], used: list[_Entry]) -> list[str]:
 
 
 def _gaps(matched: list[_Match]) -> list[str]:
-    """Layers, blocks and experts that are missing between others.
+    """Layers, blocks and experts that are missing between two existing ones.
 
-    What is missing elsewhere may be intended: it is logged as a warning.
+    A layer that is missing elsewhere may be intended: the log warns of it.
     """
-    # Prefix up to a number -> pattern with its texts -> the numbers that occur there.
+    # Prefix up to a number -> pattern with its texts -> the numbers that occur at its end.
     found: dict[str, dict[str, set[int]]] = {}
     for match in matched:
         parts = match.entry.pattern.split("#")
@@ -270,13 +269,13 @@ def _gaps(matched: list[_Match]) -> list[str]:
 
 
 def _miscounted_tensors(matched: list[_Match]) -> Iterator[str]:
-    """Tensors over there with elements that come from no place, or from several."""
+    """Hugging Face tensors with elements that come from no place, or from several."""
     sources: dict[str, list[tuple[str, Piece]]] = {}
     for match in matched:
         names = set()
         for name, place in product(match.entry.names, match.places):
             names.add(place.name(name))
-        # A rule of the caller's own may compute other names than it lists.
+        # A rule of the caller may compute other names than it lists.
         if names.issuperset(piece.key for piece in match.pieces):
             sources |= {name: [] for name in names}
     for match in matched:

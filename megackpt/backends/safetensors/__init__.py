@@ -6,9 +6,10 @@
     common.pt, <key>.objects/            the common state and objects (see backends/object_files.py)
 
 Ranks write their parts of each tensor to its place, and the coordinator writes the headers at the
-end. Any directory or file of this kind is read, and links to files, as in the Hugging Face cache.
-So are directories of ``shard-00001-model-00001-of-00001.safetensors`` and others, in which each
-rank of torch DCP has saved its pieces of tensors. Their global shapes are noted nowhere.
+end. Any directory or file of this kind is read, and links to files, such as the Hugging Face cache
+has. So are directories of files such as ``shard-00001-model-00001-of-00001.safetensors``, in which
+each rank of torch DCP has saved its pieces of tensors. No file has the global shapes of these
+tensors.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ class Safetensors(Backend):
 
     Attributes:
         shards: how many files of about the same size; or else
-        max_shard_bytes: how many bytes of tensors a file may have. A larger tensor has a file of
-            its own.
+        max_shard_bytes: how many bytes of tensors a file may have. A larger tensor has a separate
+            file.
         index: False leaves out ``megackpt.index``, for a directory that is to be published. Then
-            there are no digests. Such a save replaces no checkpoint, and no save replaces it.
+            the save has no digests. Such a save replaces no checkpoint, and no save replaces it.
     """
 
     shards: int | None = None
@@ -106,8 +107,8 @@ class Safetensors(Backend):
         files = self.arranged(manifest)
         names = [file.name for file in files]
         if names != [WHOLE] or not self.index:
-            # Readers prefer a single file to several with an index, so another's must not stay.
-            # Nor may others' files be published beside ours.
+            # Readers prefer a single file to several files with an index, so a foreign single file
+            # must not stay. Nor may foreign files be published with the files of this save.
             names += [WHOLE, INDEX]
         for entry in manifest.tensors:
             if entry.meta.is_object:
@@ -201,7 +202,7 @@ class Safetensors(Backend):
             weight_maps.check(f"{root.location}/{index}", weight_map, held)
         if not isinstance(root, SingleFile):
             found += object_files.objects_in(root)
-        # What else an author noted, in the first file that has any, if there is no common state.
+        # Without a common state: the author's notes, from the first file that has some.
         if any(entry.is_common for entry, _, _ in found):
             noted = []
         if noted:
@@ -229,7 +230,7 @@ def _check_names(location: str, pieces: Sequence[str]) -> None:
     """See by the names of files with pieces whether some are missing.
 
     A gap is only a warning: torch DCP writes no file for a rank, or a number, without tensors.
-    Raises CorruptCheckpoint if files of several saves are there.
+    Raises CorruptCheckpoint for files of several saves.
     """
     matches = map(_NUMBERS.fullmatch, pieces)
     numbers = [tuple(map(int, match.groups())) for match in matches if match]

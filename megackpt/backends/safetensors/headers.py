@@ -24,7 +24,7 @@ from megackpt.storage import FileReader, Storage, read_dense
 METADATA = "__metadata__"
 _SHARDING = "DCP_SHARDING_INFO"
 FORMATS_OWN = frozenset({"format", "DCP_VERSION", _SHARDING})
-"""Metadata that say nothing about the model. Hugging Face's tools and torch DCP write them."""
+"""Metadata that do not describe the model. Hugging Face's tools and torch DCP write them."""
 
 _DTYPES = {
     "F64": "float64",
@@ -96,7 +96,7 @@ def arranged(
     cuts: list[int] = []
     first = 0
     if shards is None:
-        # At most so many bytes in a part; a larger tensor is alone.
+        # At most ``max_bytes`` in a part; a larger tensor is alone.
         for number in range(1, len(tensors)):
             if ends[number + 1] - ends[first] > max_bytes:
                 cuts.append(number)
@@ -106,7 +106,7 @@ def arranged(
         for left in range(min(shards, len(tensors)), 1, -1):
             goal = ends[first] + (ends[-1] - ends[first]) / left
             first += 1
-            # Each of the other parts gets one of the tensors that are left.
+            # Each of the remaining parts gets at least one of the remaining tensors.
             while (
                 first + left < len(ends) and ends[first] + ends[first + 1] <= 2 * goal
             ):
@@ -161,7 +161,7 @@ def _file(name: str, tensors: Sequence[TensorEntry]) -> TensorFile:
 
 
 class Contents(NamedTuple):
-    """What one file holds. ``metadata`` is what its author noted, whatever that is."""
+    """The contents of one file. ``metadata`` has the notes of its author, of any kind."""
 
     tensors: list[tuple[TensorEntry, Location]]
     metadata: dict[str, str]

@@ -2,14 +2,14 @@
 layout "B".
 
     common.pt            the common state, written by the rank that holds it
-    __{rank}_{n}.distcp  records: torch.save archives, one after the other, payloads aligned to 64
+    __{rank}_{n}.distcp  records: consecutive torch.save archives, with payloads aligned to 64
     .metadata            pickle of torch's Metadata: where each record is. Optional
     metadata.json        the name and version of the format
 
-``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read what it
-writes. It reads its own checkpoints, stock DCP's, and all of Megatron's: those with flattened
-optimizer state (up to 0.15, flattened.py), and those with the common state among the objects (since
-0.19, metadata_reader.py).
+``torch.distributed.checkpoint.load``, ``dcp_to_torch_save`` and megatron-core 0.16 read its
+checkpoints. The backend reads megackpt's checkpoints, stock DCP's, and all of Megatron's: with
+flattened optimizer state (up to 0.15, flattened.py), and with the common state among the objects
+(since 0.19, metadata_reader.py).
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class TorchDist(Backend):
     """torch DCP's format.
 
     Options: ``files_per_rank``, the number of files (and threads) of each rank;
-    ``separation_hint``, a prefix: items whose key begins with it go into files of their own, named
-    with it; ``torch_metadata``: False writes no ``.metadata``. Only megackpt reads such a
-    checkpoint, by its index.
+    ``separation_hint``, a prefix: items whose key begins with it go into separate files, named with
+    it; ``torch_metadata``: False writes no ``.metadata``. Only megackpt reads such a checkpoint, by
+    its index.
     """
 
     files_per_rank: int = 2
@@ -132,7 +132,7 @@ class TorchDist(Backend):
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         if manifest.encoding == "raw":
             return np.zeros(len(manifest.chunks), np.int64)
-        # Both ends of a record are read; what is between them is read by ranges.
+        # Both ends of a record are read in full; the bytes between the ends are read by ranges.
         return np.full(len(manifest.chunks), 2 * foreign_manifest.EDGE, np.int64)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:

@@ -29,7 +29,7 @@ from megackpt.serialization.archive import ALIGNMENT
 from megackpt.storage import FileWriter, Storage, digest
 
 BATCH = 1 << 20
-"""Bytes of small records that one write gathers. What was hashed is still in the cache."""
+"""Bytes of small records that one write gathers. The hashed bytes are still in the cache."""
 _TOGETHER = 256
 """Rows whose bytes are looked up together."""
 VIEWS = 1024
@@ -40,7 +40,7 @@ SMALL = 64 << 10
 
 @dataclass(frozen=True)
 class FilePart:
-    """One file of one rank, and the rows of its plan that go there, in order."""
+    """One file of one rank, and the rows of the rank's plan in the file, in order."""
 
     name: str
     rows: list[int]
@@ -62,7 +62,7 @@ def file_name(rank: int, number: int, hint: str = "") -> str:
 def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
     """Distribute the rows of a plan over files: objects in turn, then tensors, largest first.
 
-    The common state has a file of its own. So have keys that begin with ``hint``.
+    The common state has a separate file. So have keys that begin with ``hint``.
     """
     # The box of an object has one element, and the size of its blob is not known.
     itemsize = np.array([entry.meta.itemsize or -1 for entry in plan.tensors], np.int64)
@@ -139,12 +139,13 @@ def write_files(
 def _write_file(
     root: Storage, part: FilePart, nbytes: Int64, plan: SavePlan, data: Source
 ) -> list[WrittenRecord]:
-    """Write these rows, of so many bytes each."""
+    """Write these rows. ``nbytes``: the bytes of each row."""
     written: list[WrittenRecord] = []
     with root.create(part.name) as writer:
         writer.expect(int(nbytes.sum()))
         records = Records(writer)
-        # Objects, large tensors and small ones are apart: most neighbours are alike.
+        # Objects, large tensors and small ones are in separate runs, since most neighbours are of
+        # one kind.
         small = (nbytes > 0) & (nbytes <= SMALL)
         bounds = runs(small + 2 * (np.arange(len(small)) // _TOGETHER)).tolist()
         for first, last in pairwise(bounds):
@@ -184,7 +185,7 @@ def _write_row(
 
 
 class Records:
-    """Writes records into one file, one after the other. ``end`` ends the last one.
+    """Writes consecutive records into one file. ``end`` ends the last one.
 
     Memory that is handed over must not change until the next flush: of a payload that comes in
     several blocks, every block but the last is flushed before the next one is taken. ``flushed`` is

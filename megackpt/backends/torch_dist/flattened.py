@@ -2,7 +2,7 @@
 
 A tensor of shape (X, Y), cut into cells of (x, y), is listed with the size (X/x, Y/y, x*y): a chunk
 at (i, j, start) holds elements [start, start + n) of cell (i, j) in C order. Its record holds the
-elements of several boxes of the true tensor, one after the other. Source: Metadata's attribute
+elements of several boxes of the true tensor, box by box. Source: Metadata's attribute
 ``mcore_data`` in files of 0.12.3.
 """
 
@@ -53,7 +53,7 @@ def true_shapes(metadata: Record) -> dict[str, tuple[int, ...]]:
 def true_boxes(
     name: str, listed: tuple[int, ...], shape: tuple[int, ...], run: Box
 ) -> Iterator[Box]:
-    """The boxes of the true tensor whose elements are, one after the other, those of a chunk.
+    """The boxes of the true tensor whose elements, box by box, are the elements of a chunk.
 
     ``listed`` is the size in ``.metadata``. Raises CorruptCheckpoint where the shape cannot be cut
     so.
@@ -86,9 +86,9 @@ class Part(NamedTuple):
     held: int
 
     def may_be_in(self, record: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        """Whether a record of the one shape can hold the chunk, which has the other.
+        """Whether a record of shape ``record`` can hold the chunk, which has ``shape``.
 
-        Alone it has its shape, or is a run.
+        A record of one chunk may have the chunk's shape. Any record may be a run.
         """
         if self.volume == self.held and record == shape:
             return True

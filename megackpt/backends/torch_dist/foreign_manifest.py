@@ -1,5 +1,4 @@
-"""The manifest of a checkpoint that others wrote (stock torch DCP, Megatron-Core), from its
-``.metadata``.
+"""The manifest of a checkpoint of stock torch DCP or Megatron-Core, from its ``.metadata``.
 
 Every number is compared with the files before it is used. Keys are DCP's flat names. A tensor that
 Megatron-Core flattened has its true shape in the manifest.
@@ -63,7 +62,7 @@ def read_manifest(root: Storage, name: str) -> Manifest:
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
     if COMMON_FILE in root.list():
-        # common.pt takes precedence, as in Megatron-Core.
+        # common.pt takes precedence; Megatron-Core has the same rule.
         found = [item for item in found if not item.entry.is_common]
         place = RecordPlace(COMMON_FILE, 0, root.size(COMMON_FILE) or 0)
         found.append(_Stored(COMMON, Box((), ()), place))

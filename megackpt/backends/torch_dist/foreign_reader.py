@@ -1,8 +1,8 @@
-"""Reads records that others wrote: finds each payload, then reads ranges as for our own.
+"""Reads foreign records: finds each payload, then reads its ranges with the common reader.
 
-Archives of contiguous CPU tensors, as torch.save writes them, are read by ranges. Others (other
-strides, a shared or larger storage) are read as objects are, one record at a time, and no code of
-theirs runs.
+Archives of contiguous CPU tensors, in the form of torch.save, are read by ranges. All other
+archives (other strides, a shared or larger storage) are read like objects, one record at a time,
+and no code in them runs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megackpt import serialization
 from megackpt.backends.archives import StoredTensor, load_structure
 from megackpt.backends.base import THREADS, Target
 from megackpt.backends.object_files import COMMON_FILE, ConvertedObjects
-from megackpt.backends.ranges import read_raw, refuse_sparse
+from megackpt.backends.ranges import read_raw, read_record
 from megackpt.backends.torch_dist.flattened import Part, Parts
 from megackpt.backends.torch_dist.foreign_manifest import EDGE
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import ITEMSIZE, Chunk, LoadPlan
 from megackpt.serialization.archive import Archive
-from megackpt.storage import FileReader, Storage, allocate
+from megackpt.storage import FileReader, Storage
 
 _PICKLE_LIMIT = 1 << 20
 
@@ -144,7 +144,7 @@ def _describe(pickle: bytes) -> StoredTensor:
 
 
 def _read_odd(root: Storage, plan: LoadPlan, parts: Parts, into: Target) -> None:
-    """Read regions of records that only torch can read, one record after the other."""
+    """Read regions of records that only torch can read, record by record."""
     order = np.argsort(plan.chunk, kind="stable")
     numbers = plan.chunk[order].tolist()
     loaded, tensor = -1, torch.empty(0, device="cpu")
@@ -168,9 +168,8 @@ def _load_record(
     entry = plan.manifest.tensors[plan.manifest.chunks.tensor[number]]
     name = f"{root.location}: {entry.key!r} {chunk.box} in {chunk.location.file}"
     with root.open(chunk.location.file) as reader:
-        refuse_sparse(reader, chunk.location.start, chunk.location.length, name)
-        data = allocate(chunk.location.length, name)
-        reader.read_into(chunk.location.start, [memoryview(data)])
+        location = chunk.location
+        data = read_record(reader, location.start, location.length, name)
     value = serialization.load(bytes(data), where=name)
     dtype = getattr(torch, entry.meta.dtype)
     if not isinstance(value, torch.Tensor):

@@ -1,8 +1,7 @@
-"""Reading ``.metadata`` of others: torch's and Megatron's classes as inert records, and nothing
-else.
+"""Reading foreign ``.metadata``: only torch's and Megatron's classes, as inert records.
 
-Source of names: torch.distributed.checkpoint (metadata, filesystem, planner) and, for what
-Megatron-Core up to 0.15 adds, megatron.core.dist_checkpointing.strategies.torch.
+Source of names: torch.distributed.checkpoint (metadata, filesystem, planner) and, for the
+additions of Megatron-Core up to 0.15, megatron.core.dist_checkpointing.strategies.torch.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def _find(module: str, name: str) -> Rule:
     if kind in _RECORDS.get(module, ()) and "." not in member:
         if member:  # of an enum, as Python 3.11.0 to 3.11.3 names it
             return Rule(_make(kind))
-        # A list of its own, for a value that no other rule has.
+        # A new list, for a value that no other rule has.
         return Rule([module, name], partial(_make, name), _build)
     if module == "torch" and name == "Size":
         return Rule(_size, _size)

@@ -60,8 +60,8 @@ class ListedItem(NamedTuple):
 class Listing:
     """The items of a Metadata record: ``tensors`` by name, and iterated, their chunks.
 
-    The dtype of an object is OBJECT; that of a tensor is any name. Chunks of a known dtype fit into
-    their records, if no extension encoded them.
+    The dtype of an object is OBJECT; a tensor has any name of a dtype. Chunks of a known dtype fit
+    into their records, if no extension encoded them.
     """
 
     def __init__(self, metadata: Record) -> None:
@@ -81,7 +81,7 @@ class Listing:
             if not _is(item, "TensorStorageMetadata"):
                 raise CorruptCheckpoint(f"{name!r} is neither a tensor nor an object")
             size, properties = item.field("size"), item.field("properties")
-            # The properties are a tuple in torch's own pickles, a dict in others.
+            # The properties are a tuple in torch's pickles, a dict in foreign ones.
             dtype = None
             if _is(properties, "TensorProperties"):
                 dtype = properties.field("dtype")
@@ -195,7 +195,7 @@ def parse_name(name: str) -> Name:
 
 
 def objects_named(names: Iterable[str]) -> dict[str, tuple[TensorEntry, Box]]:
-    """The object of each name, and its box there. An unknown extent is what the names reach to."""
+    """The object of each name, and its box in it. The names determine an unknown extent."""
     parsed = {name: parse_name(name) for name in names}
     reach: dict[str, int] = {}
     for key, offset, shape in parsed.values():

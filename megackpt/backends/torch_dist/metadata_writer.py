@@ -1,12 +1,11 @@
 """Writing ``.metadata``: the pickle of torch's ``Metadata``, made straight from a manifest's
 columns.
 
-No object of torch is made. The opcodes of a chunk differ from those of another one of the same
-dtype and number of dimensions in numbers only, so they are tables of bytes, with a row for each
-chunk. Strings and classes are written once, at the front, into the unpickler's memo, and fetched by
-number. Only classes of torch are named. Source of the structure:
-torch.distributed.checkpoint.metadata and filesystem._StorageInfo, format version 1.0.0, as DCP of
-torch 2.13 writes it.
+No object of torch is made. The opcodes of two chunks of the same dtype and number of dimensions
+differ only in numbers, so the opcodes are tables of bytes, with a row for each chunk. Strings and
+classes are written once, at the front, into the unpickler's memo, and fetched by number. Only
+classes of torch are named. Source of the structure: torch.distributed.checkpoint.metadata and
+filesystem._StorageInfo, format version 1.0.0, as DCP of torch 2.13 writes it.
 """
 
 # Why not pickle.dumps of torch's objects, as dcp/torch_metadata.py has it: all other ranks wait
@@ -114,7 +113,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _rows(count: int, *parts: Part) -> memoryview:
-    """So many rows of these parts in turn: bytes that all rows share, or a column of numbers."""
+    """``count`` rows of these parts in turn: bytes that all rows share, or a column of numbers."""
     row = b""
     columns = []
     for part in parts:
@@ -159,7 +158,7 @@ class _Emission:
         self.stored: list[bytes | memoryview] = []  # of storage_data
 
     def add_tensors(self, dtype: str, ndim: int, rows: Int64) -> None:
-        """Add the chunks of all tensors of this dtype and so many dimensions, ordered by tensor."""
+        """Add the chunks of all tensors of this dtype and ``ndim``, ordered by tensor."""
         memo, chunks, count = self.memo, self.manifest.chunks, len(rows)
         tensor = chunks.tensor[rows]
         offset = self._sizes(chunks.boxes.offset[rows, :ndim])

@@ -6,6 +6,11 @@
                            directory of all these, which makes a zip archive of the file
 
 Payloads begin at multiples of 64. All checksums are right, because other programs check them.
+
+``torch.save`` of tensors in a memory-mapped temporary file was measured instead. One GiB took 5.1 s
+against 1.9 s (processor time 3.2 s against 1.2 s), twice the disk space, and a GiB of resident
+pages, which ``max_memory`` does not bound. ``torch.serialization.skip_data`` leaves payloads out,
+but writes 0 for their checksums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""zarr v3: one array per tensor; objects and the common state beside the arrays."""
+"""zarr v3: one array per tensor; objects and the common state as additional files."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ class Zarr(Backend):
 
     Keys are percent-encoded, and objects stored, as object_files.py describes. The chunks of the
     manifest are zarr's chunks. Those at the end of a tensor are padded to full size, as zarr
-    demands. The length of their location is that of the tensor's own bytes. These begin at the
-    location, unless there is padding between them (``Cells.prefix``): then only this backend can
-    read them.
+    demands. The length of their location is the number of bytes in the tensor. These bytes begin at
+    the location, unless there is padding between them (``Cells.prefix``): then only this backend
+    can read them.
 
     Version 1 is the format of this name in Megatron-Core up to 0.15 (discovery.py). It is read,
     not written.
 
     ``compression`` is None, "zstd", "blosc", or one of these with a level ("zstd:5"). Digests are
-    those of the uncompressed bytes. ``checksum``: a crc32c ends each chunk, for readers that do not
-    know our digests. A load needs neither option.
+    computed from the uncompressed bytes. ``checksum``: a crc32c ends each chunk, for readers that
+    do not know our digests. A load needs neither option.
     """
 
     properties: ClassVar[Properties] = Properties(
@@ -102,7 +102,7 @@ class Zarr(Backend):
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         chunks = manifest.chunks
         decoded = super().decoded_bytes(replace(manifest, encoding="native"))
-        # A chunk at the end of a tensor is stored at full size, as the others are.
+        # A chunk at the end of a tensor is stored at full size, like all chunks.
         largest = np.zeros(len(manifest.tensors), np.int64)
         np.maximum.at(largest, chunks.tensor, decoded)
         raw = raw_rows(manifest, np.arange(len(chunks), dtype=np.int64))

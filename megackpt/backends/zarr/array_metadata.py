@@ -98,7 +98,7 @@ def array_document(layout: ArrayLayout) -> dict[str, Any]:
 
 
 def array_file(entry: TensorEntry, layout: ArrayLayout) -> bytes:
-    """The zarr.json of the array of a tensor: the fields of its layout, then its own."""
+    """The zarr.json of a tensor's array: the fields of its layout, then of the tensor."""
     attributes = f'"key": {json.dumps(entry.key)}'
     if entry.meta.dtype in EXOTIC:
         attributes += f', "megackpt": {json.dumps(_HINT)}'
@@ -235,7 +235,7 @@ def parse_array(text: bytes, where: str) -> ArrayLayout:
 def _packing(where: str, codecs: list[dict[str, Any]], dtype: str) -> Packing:
     """The packing by these codecs: bytes, at most one compressor, and perhaps a crc32c.
 
-    Raises BackendError for any others.
+    Raises BackendError for any other codec.
     """
     names = [codec["name"] for codec in codecs]
     options = codecs[0].get("configuration", {})

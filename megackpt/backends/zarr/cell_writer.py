@@ -1,6 +1,6 @@
 """The write pass of a rank.
 
-Whole cells become zarr chunks, objects become files beside them, parts of shared cells one file.
+Whole cells become zarr chunks, objects become files, and all parts of shared cells one file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megackpt.planning.manifest import (
 from megackpt.storage import Batch, FileWriter, Storage, digest, digest_blocks
 
 WrittenChunk = tuple[Box, Location, bytes]
-"""A chunk's box, where the bytes of its own elements are, and their digests."""
+"""A chunk's box, the location of the bytes of its elements in the tensor, and their digests."""
 
 
 def write_rows(
@@ -101,7 +101,10 @@ def _write_row(
 
 
 def write_result(rows: Sequence[list[WrittenChunk]], width: int) -> WriteResult:
-    """The report of a rank that wrote these rows. ``width``: of the plan's column of boxes."""
+    """The report of a rank that wrote these rows.
+
+    ``width``: the width of the plan's column of boxes.
+    """
     files: dict[str, int] = {}
     boxes: list[Box] = []
     columns: list[tuple[int, int, int, int]] = []
@@ -131,7 +134,7 @@ def _write_fragments(
     rows: list[int],
     found: dict[int, list[WrittenChunk]],
 ) -> None:
-    """Write parts of cells, one after the other, to the file of this rank."""
+    """Write consecutive parts of cells to the file of this rank."""
     name = fragments_file(plan.rank)
     with batch.create(name) as writer:
         for row in rows:
@@ -203,7 +206,7 @@ def _write_raw(
 
 
 def _padded(own: Octets, box: Box, layout: ArrayLayout) -> Octets:
-    """A chunk at full size. ``own``: the bytes of its elements in the tensor, those of ``box``."""
+    """A chunk at full size. ``own``: the bytes of the elements in ``box``."""
     if box.shape == layout.inner:
         return own
     itemsize = ITEMSIZE[layout.dtype]

@@ -38,10 +38,10 @@ from megackpt.serialization.list_of_one import wrapped
 from megackpt.storage import Storage, allocate, digest_blocks, read_again, read_dense
 
 _OVERHEAD = 1 << 16
-"""A codec may make a chunk twice as large, and larger by so many bytes."""
+"""A codec may make a chunk twice as large, plus this number of bytes."""
 _PADDED = 64 << 20
 _PADDING = 16
-"""A chunk may be larger than its part of the tensor by so many bytes, or so many times larger."""
+"""A chunk may have _PADDED bytes more than _PADDING times the bytes of its part of the tensor."""
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -71,7 +71,7 @@ def read_rows(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None
 
 
 def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
-    """For each of these chunks: are the bytes at its location those of its box?"""
+    """For each of these chunks: are the bytes at its location the bytes of its box?"""
     chunks = manifest.chunks
     boxes = chunks.boxes.take(rows)
     cells = Cells.of(manifest.tensors, manifest.grids, chunks.tensor[rows], boxes)
@@ -110,10 +110,10 @@ def _wrapped(plan: LoadPlan, where: str, target: int, data: bytes) -> bytes:
 
 
 class _ChunkReader:
-    """Reads and decodes chunks, one after the other. Each thread has its own.
+    """Reads and decodes chunks, one by one. Each thread has a separate reader.
 
     It keeps the description of the last array and the index of the last shard: plans list the
-    chunks of one tensor one after the other.
+    chunks of one tensor in succession.
     """
 
     def __init__(self, root: Storage, version: int) -> None:

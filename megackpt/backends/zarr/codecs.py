@@ -23,7 +23,7 @@ MISSING = -1
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}
 COMPRESSORS = frozenset(("zstd", "blosc", "gzip", "zlib"))
-"""Those that can be read. Only the first two are written."""
+"""The compressors that can be read. Only the first two are written."""
 
 _LEVELS = {"zstd": (22, 3), "blosc": (9, 5)}  # the highest, and the default
 _CRC_BYTES = 4
@@ -184,7 +184,7 @@ def encode_index(count: int, numbers: Int64, stored: list[tuple[int, int]]) -> b
 
 
 def shard_index(root: Storage, file: str, count: int) -> tuple[Int64, Int64]:
-    """Start and length of each of the ``count`` chunks of a shard; MISSING for those that it lacks.
+    """Start and length of each of the ``count`` chunks of a shard; MISSING for absent chunks.
 
     Raises CorruptCheckpoint if the file is missing or too short, or if its index is damaged or
     points beyond its end.

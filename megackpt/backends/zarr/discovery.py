@@ -45,7 +45,7 @@ _DEEPEST = 32  # nested folders, for keys with "/" in version 1
 _MOST_FOLDERS = 1_000  # that are looked at behind a link
 _LOCKS = ".sync"
 """Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer. It leaves
-empty files with the names of what they lock (".zarray", "0.0"), in a folder with the name of the
+empty files with the names of the locked files (".zarray", "0.0"), in a folder with the name of the
 array and this ending.
 """
 
@@ -115,14 +115,14 @@ class _Found:
         return size or 0
 
     def objects(self, shards: Iterable[ObjectFile]) -> None:
-        """Shards of objects, one object after the other."""
+        """Shards of objects, object by object."""
         for entry, group in groupby(shards, lambda shard: shard.entry):
             self.entry(*entry)
             for _, box, place in group:
                 self.chunk(box, place.file, place.start, place.length)
 
     def array(self, folder: str, key: str, layout: ArrayLayout) -> None:
-        """An array, whose chunks must all be there."""
+        """An array, whose chunks must all exist."""
         self.entry(key, TensorMeta(layout.shape, layout.dtype), layout.cell)
         if layout.packing.compressor is not None:
             self.encoding = "native"
@@ -131,7 +131,7 @@ class _Found:
             self.chunk(Box.whole(layout.shape), f"{folder}/{origin}", 0, 0)
             return
         there = set(_files_below(self.root, folder, origin.count("/")))
-        # A description may claim any number of cells. The files that are there bound the work.
+        # A description may claim any number of cells. The existing files bound the work.
         ranges = [range(min(count, len(there) + 1)) for count in layout.counts]
         missing: list[str] = []
         for index in product(*ranges):
@@ -148,7 +148,7 @@ class _Found:
             )
 
     def cell(self, layout: ArrayLayout, box: Box, file: str) -> None:
-        """The chunks in the file of a cell, except for those beyond the end of the tensor."""
+        """The chunks in the file of a cell, except chunks beyond the end of the tensor."""
         itemsize = ITEMSIZE[layout.dtype]
         if not layout.sharded:
             size = self.size(file)
@@ -259,8 +259,8 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
 def _link_may_hold_data(root: Storage, link: str) -> bool:
     """Could this link lead to an array or an object?
 
-    Not if it leads to a file, to a folder above, or to a folder with nothing of the kind, as that
-    of a tokenizer.
+    Not if it leads to a file, to a folder above, or to a folder without arrays and objects, such as
+    a tokenizer's.
     """
     if not isinstance(root, LocalStorage):
         return True
@@ -270,14 +270,14 @@ def _link_may_hold_data(root: Storage, link: str) -> bool:
         return False
     errors: list[OSError] = []
     for number, (_, _, files) in enumerate(os.walk(path, onerror=errors.append)):
-        # What is large may hold anything, and so may what cannot be read.
+        # A large folder may hold anything, and so may an unreadable one.
         if number == _MOST_FOLDERS or ZARRAY in files or any(map(parse_shard, files)):
             return True
     return bool(errors)
 
 
 def _is_locks(root: Storage, folder: str) -> bool:
-    """Are these the locks of an array beside it? The files of an array would not be empty."""
+    """Is this the folder of an array's locks? The files of an array would not be empty."""
     if not holds(root, folder.removesuffix(_LOCKS), ZARRAY):
         return False
     try:

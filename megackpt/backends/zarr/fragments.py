@@ -52,8 +52,8 @@ def described(manifest: Manifest) -> list[str]:
 def assemble(root: Storage, manifest: Manifest, packing: Packing) -> Manifest:
     """Write the cells that ranks share, remove the parts, and return the manifest without them.
 
-    Raises BackendError if parts do not fill their cell (holes that nothing checked for), and
-    CorruptCheckpoint if a part is not what its rank wrote.
+    Raises BackendError if parts do not fill their cell (holes that no check has found), and
+    CorruptCheckpoint if a part differs from the bytes that its rank wrote.
     """
     chunks = manifest.chunks
     is_part = _are_parts(manifest)
@@ -139,7 +139,7 @@ def _read_part(root: Storage, part: Chunk, name: str) -> Octets:
 def _with_cells(
     manifest: Manifest, kept: Int64, tensors: Int32, cells: list[list[WrittenChunk]]
 ) -> Manifest:
-    """The manifest with these chunks of its own, and cells that the coordinator wrote."""
+    """The manifest with the ``kept`` ones of its chunks, and the coordinator's cells."""
     old = manifest.chunks.take(kept)
     new = write_result(cells, old.boxes.width)
     used, file = np.unique(old.file, return_inverse=True)

@@ -164,7 +164,7 @@ class ArrayLayout:
         return self.separator.join(numbers) or "0"
 
     def chunks(self, box: Box) -> Boxes:
-        """The chunks of the cell with this box, in C order, but for those beyond the tensor."""
+        """The chunks of the cell with this box, in C order, without chunks beyond the tensor."""
         extents = np.array([self.inner], np.int64)
         return cut(Boxes.of([box]), extents, np.zeros_like(extents))[1]
 
@@ -181,7 +181,7 @@ class ArrayLayout:
 class Cells:
     """Boxes in the grids of their tensors, as columns of shape (n, width).
 
-    An object's box is its own cell.
+    The box of an object is the object's cell.
     """
 
     grid: Int64

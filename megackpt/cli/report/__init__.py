@@ -4,7 +4,7 @@ The page needs no server and no network. ``map_data`` makes its data. Data, text
 (of the folder ``page``) are a single file.
 
 Keys and file names are untrusted text. They are compressed JSON in base64, which an HTML parser
-cannot take for markup. The page's own policy allows its script and its style, and nothing else.
+cannot take for markup. The policy of the page allows only its script and its style.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shard_map(stored: Manifest | Opened, title: str = "") -> str:
     Holes and overlaps are shown, not raised.
 
     Args:
-        stored: an open checkpoint, or a manifest, also that of a plan whose chunks are in no file.
+        stored: an open checkpoint, or a manifest, also the manifest of a plan without files.
         title: of the page; by default the name of the checkpoint.
     """
     if not isinstance(stored, Opened):
@@ -76,7 +76,7 @@ def shard_map_of_declarations(
     Args:
         declared: the declarations of all ranks: merged, or one for each rank in rank order.
         title: of the page.
-        balance: as in SavePolicy.
+        balance: see SavePolicy.
     """
     if not isinstance(declared, Declarations):
         declared = Declarations.merge(declared)

@@ -45,7 +45,7 @@ Parts = tuple[str, ...]
 
 
 def manifest_data(manifest: Manifest) -> Data:
-    """Of a checkpoint: for each chunk the rank that wrote it, and its bytes in a file."""
+    """The data of a checkpoint: for each chunk the rank that wrote it, and its bytes in a file."""
     chunks = manifest.chunks
     order = _sorted_by_box(chunks.tensor, chunks.boxes)
     # As declarations of main replicas, so that their coverage can be checked.
@@ -90,7 +90,7 @@ def manifest_data(manifest: Manifest) -> Data:
 
 
 def declarations_data(declared: Declarations, balance: bool) -> Data:
-    """Of a save to come: for each distinct box its ranks, and the one that will write it."""
+    """The data of a future save: for each distinct box its ranks, and its future writer."""
     shards = declared.shards
     shard_of = np.empty(len(declared), np.int64)
     shard_of[shards.order] = shards.number

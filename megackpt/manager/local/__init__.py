@@ -1,4 +1,4 @@
-"""Checkpoints in node-local memory: each rank's shards on its own host, with copies on others."""
+"""Checkpoints in node-local memory: shards on the rank's host, with copies on further hosts."""
 
 from __future__ import annotations
 

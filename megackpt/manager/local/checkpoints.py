@@ -70,9 +70,9 @@ class LocalCheckpoints:
     def save(
         self, step: int, state: ShardedStateDict, asynchronous: bool, **options: Any
     ) -> None:
-        """Save a step on the hosts, if it is one of theirs. Collective.
+        """Save a step on the hosts, if ``LocalTier.every`` divides its number. Collective.
 
-        ``options``: those of ``megackpt.save`` that change what is stored.
+        ``options``: the options of ``megackpt.save`` that change the stored content.
         """
         if step % self._tier.every == 0:
             line = self._begin_line(step)
@@ -101,9 +101,9 @@ class LocalCheckpoints:
         line.is_promised = True
 
     def begin_restore(self) -> LocalRestore:
-        """A restore from the hosts, which changes nothing there. Collective.
+        """A read-only restore from the hosts. Collective.
 
-        A save that is running is finalized first. Raises its error if it has failed.
+        A save that is running is finalized first. Raises the error of the save if it has failed.
         """
         self.poll(blocking=True)
         host, group = self._tier.hostname, self._process_group

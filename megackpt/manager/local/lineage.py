@@ -1,7 +1,8 @@
-"""Which local saves count: the lines of the run, in two equal files beside its steps.
+"""Which local saves count: the lines of the run, in two equal files in the run's directory.
 
-A *line* is what one job saves between two restores. Each local save has the id of its line. A host
-that was away may come back with saves of a line that was left at an earlier step.
+A *line* is the sequence of saves that one job makes between two restores. Each local save has the
+id of its line. A host that was away may come back with saves of a line that was left at an earlier
+step.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Line:
     def __init__(self, root: str, former: Lines, last: int) -> None:
         self._root, self.former = root, former
         self._left = {line: min(step, last) for line, step in former.items()}
-        # Greater than the ids before, whatever the clock says. That of rank 0 is used.
+        # Greater than the ids before, whatever the clock says. All ranks use the id of rank 0.
         now = max(time.time_ns(), int(max(former, default="0")[:16], 16) + 1)
         self._id = f"{now:016x}{secrets.token_hex(4)}"
         self.is_begun = self.is_complete = self.is_promised = False
@@ -49,7 +50,7 @@ class Line:
         self._is_written = False
 
     def new_save(self, step: int, size: int) -> LocalSave:
-        """A save of so many ranks. On rank 0."""
+        """A save of ``size`` ranks. On rank 0."""
         self._saves += 1
         return LocalSave(step, f"{self._id}{self._saves:08x}", size)
 
@@ -74,7 +75,7 @@ class Line:
 def _write(root: str, **table: float | Lines) -> None:
     body = json.dumps(table).encode()
     storage = root_at(root, create=True)
-    # The copy first: what a reader finds in the file is in both.
+    # The copy first: an entry that a reader finds in the file is in both.
     for name in reversed(_FILES):
         if storage.size(name) is None:
             storage.delete(name)  # a directory of this name

@@ -1,7 +1,7 @@
 """One checkpoint of all pieces of a local save, for a state of another layout.
 
-It is in the folder of the save. Its index names the pieces' files, of which a host may have those
-alone that its ranks read.
+The checkpoint is in the folder of the save. Its index names the pieces' files. A host may have only
+the files that its ranks read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megackpt.storage import LocalStorage, digest
 
 
 class PieceTable(NamedTuple):
-    """What is needed of a piece to merge it. ``small``: its small files, of rank 0 alone."""
+    """The tables by which a piece is merged. ``small``: the small files of rank 0's piece."""
 
     piece: Piece
     manifest: Manifest
@@ -57,7 +57,7 @@ class MergedSave(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[PieceTable]) -> MergedSave:
-        """``tables``: those of all pieces. Of equal chunks that of the lowest rank stays.
+        """``tables``: the tables of all pieces. Of equal chunks the chunk of the lowest rank stays.
 
         Raises CorruptCheckpoint if the pieces disagree about a tensor.
         """
@@ -172,7 +172,7 @@ def _files(table: PieceTable) -> tuple[str, ...]:
     folder = table.piece.folder
     names = [f"{folder}/{name}" for name in table.manifest.files]
     if table.piece.rank == 0:
-        # The format tells common state by the name of its file.
+        # The format recognizes common state by the name of its file.
         common = f"{folder}/{COMMON_FILE}"
         names = [COMMON_FILE if name == common else name for name in names]
     return tuple(names)

@@ -29,7 +29,7 @@ class LocalSave(NamedTuple):
 
     step: int
     id: str
-    """That of its line, and its number there."""
+    """The id of the save's line, and the number of the save in the line."""
     size: int
     """The number of ranks."""
 
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Relative to that of the save."""
+        """Relative to the folder of the save."""
         return f"rank_{self.rank}_of_{self.save.size}"
 
     @property
@@ -60,11 +60,11 @@ class Piece(NamedTuple):
 
 
 class PieceFiles(NamedTuple):
-    """What a rank has to know of a piece to receive it."""
+    """The file sizes and the digest that a rank needs to receive a piece."""
 
     sizes: Mapping[str, int]
     digest: bytes
-    """Of the index, which has the digests of the other files."""
+    """Digest of the index. The index has the digests of the remaining files."""
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class HostPieces:
         return f"{self.location}/{piece.name}"
 
     def held(self) -> list[Piece]:
-        """All complete pieces, sorted. What has another name is not one.
+        """All complete pieces, sorted. A folder with another form of name is not a piece.
 
         Raises StorageError if the host refuses to list them.
         """
@@ -121,9 +121,9 @@ class HostPieces:
         return space.f_bavail * space.f_frsize + removed
 
     def _made(self) -> LocalStorage:
-        """The directory of the run, which is made.
+        """Make the directory of the run, and return it.
 
-        Raises CorruptCheckpoint if it is a link, which may lead to files of others.
+        Raises CorruptCheckpoint if it is a link, which may lead to files of other users.
         """
         above, name = os.path.split(self.location)
         tier = LocalStorage(above, create=True)
@@ -192,7 +192,7 @@ def transfer(
     sent: Mapping[int, Piece],
     received: Mapping[int, Piece],
 ) -> None:
-    """Send pieces to other ranks, and complete those that they send. Collective.
+    """Send pieces to other ranks, and complete the received pieces. Collective.
 
     Args:
         sent: the piece for each receiving rank.
@@ -225,10 +225,10 @@ def transfer(
 def find_problem(
     path: str, finite: bool = False
 ) -> StorageError | CorruptCheckpoint | None:
-    """What is wrong with the piece at a path, all of which is read.
+    """Read all of the piece at a path, and return the error that describes its damage.
 
-    StorageError: the host refuses to read it now, and it may be whole. ``finite``: values that are
-    NaN or infinite, which its save has noted, are wrong as well.
+    StorageError: the host refuses to read the piece now, and it may be whole. ``finite``: NaN or
+    infinite values that the save of the piece has noted count as damage as well.
     """
     try:
         report = verify(path, whole=False, timeout=None)

@@ -1,4 +1,4 @@
-"""Loads the newest step of which all ranks' shards are on some host, and undamaged."""
+"""Loads the newest step for which every rank's shards are on some host, and undamaged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _NAMED = 1000  # ranks in a message
 
 
 class Holdings:
-    """Which hosts have which pieces. ``answers``: of each rank its host and the pieces there."""
+    """Which hosts have which pieces. ``answers``: for each rank its host and the host's pieces."""
 
     def __init__(self, answers: Sequence[tuple[str, list[Piece]]]) -> None:
         self.hosts = [host for host, _ in answers]
@@ -77,11 +77,11 @@ class Holdings:
         self._pieces[host].add(piece)
 
     def drop(self, piece: Piece, host: str) -> None:
-        """A piece is damaged there."""
+        """A piece on a host is damaged."""
         self._pieces[host].discard(piece)
 
     def to_check(self, rank: int, save: LocalSave) -> list[Piece]:
-        """The pieces of a save that this rank checks: its share of those on its host."""
+        """The pieces of a save that this rank checks: its share of the pieces on its host."""
         host = self.hosts[rank]
         there = sorted(piece for piece in self._pieces[host] if piece.save == save)
         members = [r for r, other in enumerate(self.hosts) if other == host]
@@ -91,11 +91,11 @@ class Holdings:
 class LocalRestore:
     """One restore from the hosts. All ranks call it.
 
-    ``choose`` finds a save, ``stored`` says what it holds, ``load`` loads it.
+    ``choose`` finds a save, ``stored`` describes its contents, ``load`` loads it.
 
     Args:
         pieces: the directory of this host.
-        host: its name.
+        host: the name of this host.
         process_group: of all ranks.
         lines: say which saves count.
     """
@@ -140,8 +140,8 @@ class LocalRestore:
     ) -> LocalSave | None:
         """The newest save that is whole, of the steps from ``lowest`` to ``highest``.
 
-        Reads all pieces of a save, and nothing of the caller's state. The log says why a save is
-        skipped. Raises StorageError if a host refuses to read what no other host has.
+        Reads all pieces of a save, and does not touch the caller's state. The log says why a save
+        is skipped. Raises StorageError if a host refuses to read a piece that no other host has.
         """
         with self._group() as group:
             for save in self._saves:
@@ -154,7 +154,7 @@ class LocalRestore:
         return None
 
     def stored(self, save: LocalSave) -> MergedSave:
-        """What a save holds: its ``manifest`` is that of the shards of all ranks.
+        """The contents of a save: its ``manifest`` covers the shards of all ranks.
 
         Reads the small tables of the pieces, once. Raises CorruptCheckpoint if they disagree.
         """
@@ -215,7 +215,7 @@ class LocalRestore:
                     refused[piece.rank] = text
                 if group.is_coordinator:
                     logger.warning("%s", text)
-        # The size is that of a directory's name, which may be damaged as well.
+        # The size comes from the name of a directory. The name may be damaged as well.
         absent = (r for r in range(save.size) if not held.holders(Piece(save, r)))
         lost = list(islice(absent, _NAMED))
         if lost and refused.keys() >= {*lost}:

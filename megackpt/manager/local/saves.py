@@ -1,4 +1,4 @@
-"""Saves the shards of each rank on its own host, and sends copies to other hosts."""
+"""Saves the shards of each rank on the host of the rank, and sends copies to other hosts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megackpt.strategies import Strategy
 
 logger = logging.getLogger("megackpt.manager")
 
-_SPARE = 1 << 20  # bytes of a piece beside its tensors
+_SPARE = 1 << 20  # bytes of a piece in addition to its tensors
 
 
 class LocalSaves:
@@ -92,7 +92,7 @@ class LocalSaves:
             )
         self._hosts = hosts
         self._are_hosts_checked = False
-        # The first rank of a host removes what is no longer needed there.
+        # The first rank of a host removes the pieces that no rank needs any more.
         self._is_first = hosts.index(hosts[self._rank]) == self._rank
         # Complete on all ranks, the oldest first.
         self._complete: list[LocalSave] = []
@@ -119,8 +119,8 @@ class LocalSaves:
     ) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
-        ``options``: those of ``megackpt.save`` that change what is stored. ``line``: of the save.
-        Raises StorageError if a host has no space for it.
+        ``options``: the options of ``megackpt.save`` that change the stored content. ``line``: the
+        line of the save. Raises StorageError if a host has no space for it.
         """
         if self.running:
             logger.info("step %d waits for the local save before it", step)
@@ -167,7 +167,7 @@ class LocalSaves:
         work = partial(self._store, piece, kept, begin, line)
         task = Task(lambda _: work(), f"step {step} on the hosts")
         if pending:
-            # If the work fails before it writes, its own error counts.
+            # If the work fails before it writes, the error of the work counts.
             task.on_end(lambda _: pending.give_up())
         request = AsyncRequest(Pending(task, group), (), [complete])
         if not asynchronous:
@@ -197,7 +197,7 @@ class LocalSaves:
     def _prepare(self, group: Group, step: int, nbytes: int, line: Line) -> LocalSave:
         """Check that all hosts have space for a save, and agree on its id.
 
-        ``nbytes``: of this rank's shards.
+        ``nbytes``: the bytes of this rank's shards.
         """
         if not self._are_hosts_checked:
             self._check_hosts(group)
@@ -221,7 +221,7 @@ class LocalSaves:
         return group.reduce_broadcast("local save", work, decide)
 
     def _check_hosts(self, group: Group) -> None:
-        """Raise StorageError unless the ranks of each host, and no others, see one directory."""
+        """Raise StorageError unless the ranks of each host, and only they, share one directory."""
         prefix = group.broadcast("hosts", lambda: f".rank-{secrets.token_hex(8)}-")
         mark = partial(self._pieces.mark, f"{prefix}{group.rank}")
         group.reduce_broadcast("mark hosts", mark, len)
@@ -255,7 +255,7 @@ class LocalSaves:
     def _check_space(
         self, needed: Sequence[int], free: Sequence[int], generations: int
     ) -> None:
-        """Raise StorageError if a host has no space for so many generations more."""
+        """Raise StorageError if a host has no space for ``generations`` further saves."""
         required = Counter[str]()
         for rank, host in enumerate(self._hosts):
             for holder in (host, *(self._hosts[to] for to in self._targets[rank])):
@@ -304,9 +304,9 @@ class LocalSaves:
 
 
 def as_one_rank(state: Any) -> Any:
-    """The state of this rank as that of a job of one rank: each shard is the main replica.
+    """The state of this rank as the state of a job of one rank: each shard is the main replica.
 
-    That includes Megatron's own shards, and those that factories build.
+    The result includes shards of Megatron's classes, and shards that factories build.
     """
     if isinstance(state, StateOfStored):
         declare = state.declare
@@ -327,7 +327,7 @@ def as_one_rank(state: Any) -> Any:
                 own, build_fn(*args)
             )
         elif isinstance(leaf, ShardedTensor) and _is_empty(leaf):
-            # Of the tensor this rank has nothing to save, and on load nothing to read.
+            # This rank has no element of the tensor to save or to load.
             leaf = LocalNonpersistentObject(destination(leaf))
         elif isinstance(leaf, (ShardedTensor, ShardedObject)):
             place: list[Hashable] = [leaf.key, tuple(leaf.global_offset)]
@@ -343,7 +343,7 @@ def as_one_rank(state: Any) -> Any:
 
 
 def _is_empty(shard: ShardedTensor) -> bool:
-    """Whether it has no element of a tensor that has some: as where few rows are on many ranks."""
+    """Whether a shard of a tensor with elements has none: few rows may be on many ranks."""
     return 0 in shard.local_shape and 0 not in shard.global_shape
 
 

@@ -10,23 +10,24 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LocalTier:
-    """Frequent checkpoints in the memory of the hosts, beside those in the storage.
+    """Frequent checkpoints in the memory of the hosts, in addition to the run's storage.
 
     Each rank keeps all shards that it holds in a directory of its host, and sends copies to ranks
-    on other hosts while training continues. When a host is lost, the others have its shards.
+    on other hosts while training continues. When a host is lost, other hosts have the shards of its
+    ranks.
 
     Args:
         path: a directory of this host alone: on a tmpfs, such as ``/dev/shm/ckpt``, or a local
             disk. It must not be shared by hosts.
-        every: steps that this number divides are saved there.
+        every: steps that this number divides are saved in ``path``.
         copies: how many ranks on other hosts get a copy of each rank's shards. At most one less
             than there are hosts.
-        generations: how many steps are held, the one that is being written included. The path
-            needs room for ``generations`` x (1 + ``copies``) x the bytes of this host's ranks.
-        host: the name of this host (None: that of the system).
+        generations: how many steps are held, the one that is being written included. The path needs
+            space for ``generations`` x (1 + ``copies``) x the bytes of this host's ranks.
+        host: the name of this host (None: the host name of the system).
         place_copies: a function that takes a rank and the hosts of all ranks, and returns the
-            ranks that get its copies: ``copies`` of them, none on its own host. Rank 0 calls it.
-            None: see ``next_hosts``.
+            ranks that get its copies: ``copies`` of them, none on the host of the rank itself. Rank
+            0 calls the function. None: see ``next_hosts``.
     """
 
     path: str | os.PathLike[str]

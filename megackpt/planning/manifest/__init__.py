@@ -80,7 +80,7 @@ class WriteResult:
         length: Int64,
         digests: Digests,
     ) -> WriteResult:
-        """The result for a plan with these ``boxes``, each row of which is one chunk."""
+        """The result for a plan with these ``boxes``: each row is one chunk."""
         rows = np.arange(len(boxes), dtype=np.int64)
         return cls(rows, boxes, tuple(files), file, start, length, digests)
 
@@ -124,7 +124,7 @@ class Chunks:
 
     @cached_property
     def block_bounds(self) -> Int64:
-        """n + 1 row numbers into ``digests``: those of chunk i are ``bounds[i]:bounds[i + 1]``."""
+        """n + 1 row numbers into ``digests``: chunk i has the rows ``bounds[i]:bounds[i + 1]``."""
         counts = -(-self.length // DIGEST_BLOCK)
         return np.append(0, np.cumsum(counts, dtype=np.int64))
 
@@ -150,11 +150,11 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorValues:
-    """What a save has noted about the values of each tensor of a manifest.
+    """A save's notes on the values of each tensor of a manifest.
 
     Attributes:
         nonfinite: how many elements are NaN or infinite; -1 if that was not counted.
-        largest: the largest magnitude of the other elements, as float32; -1 if it is not known.
+        largest: the largest magnitude of the finite elements, as float32; -1 if it is not known.
     """
 
     nonfinite: Int64
@@ -249,7 +249,8 @@ class Manifest:
     def located(self, results: Sequence[WriteResult]) -> Manifest:
         """This manifest with the chunks that the ranks report.
 
-        Its chunks must be in the order of plan_save: by rank, and within a rank as in its plan.
+        Its chunks must be in the order of plan_save: by rank, and within a rank in the order of the
+        rank's plan.
         """
         first = np.searchsorted(self.chunks.writer, np.arange(len(results)))
         counts = [len(result.item) for result in results]
@@ -308,7 +309,7 @@ def listed(
     chunks: Iterable[tuple[int, Box, Location]],
     backend: tuple[str, int],
 ) -> Manifest:
-    """The manifest of a format's own table of contents, without digests.
+    """The manifest from a format's table of contents, without digests.
 
     ``chunks`` are for each chunk its tensor's number, its box, and the location of its raw
     bytes. Raises CorruptCheckpoint for impossible values, types included: keys twice, unknown
@@ -437,7 +438,7 @@ class ReadItem:
     """One region to fetch from one chunk; the view of one row of a LoadPlan.
 
     ``box`` (global coordinates) lies within the chunk's box and within the wanted one.
-    ``target`` is the row of the rank's own Declarations that it belongs to.
+    ``target`` is its row in the Declarations of the rank.
     """
 
     entry: TensorEntry

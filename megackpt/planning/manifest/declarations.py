@@ -43,7 +43,7 @@ ITEMSIZE: dict[str, int] = {
 }
 """Bytes per element of every dtype that can be stored, by torch's name for it."""
 MOST_AXES = 64
-"""The most dimensions of a tensor, or of a grid of objects: as many as in numpy."""
+"""The most dimensions of a tensor, or of a grid of objects. numpy has the same limit."""
 LARGEST = 1 << 62
 """Sizes, offsets and volumes in bytes are below it: sums of two do not overflow 64 bits."""
 _CARRIED = {
@@ -66,7 +66,7 @@ def carried_dtype(itemsize: int) -> np.dtype[Any]:
 
 
 UNNUMBERED: Final = -(1 << 62)
-"""The replica id, or part of it, of a shard whose rank does not know the other holders.
+"""The replica id, or part of it, of a shard whose rank does not know all holders.
 
 No rank number, even a wrong one, has this value. See ``Declarations.numbered``.
 """
@@ -108,7 +108,7 @@ def size_problem(shape: Sequence[int], dtype: str) -> str:
 
 
 def key_problem(key: str) -> str:
-    """Why nothing can be stored under this key; empty where it can."""
+    """Why this key cannot be stored; empty if it can."""
     found = None
     if not key.isascii():
         found = _PAIR.search(key)
@@ -168,7 +168,7 @@ class ShardId:
 
 
 def unique_key(key: str, offset: Sequence[int], shape: Sequence[int]) -> str:
-    """The name of one object of a grid, as in Megatron's formats: ``rng_state/shard_0.1_4.2``.
+    """The name of one object of a grid, in Megatron's form ``rng_state/shard_0.1_4.2``.
 
     The object is at ``offset`` of global shape ``shape``. Without a grid (shape ()) it is the
     key.
@@ -184,12 +184,12 @@ def itemsizes(tensors: Sequence[TensorEntry]) -> Int64:
 
 
 def digest_rows(digests: bytes | memoryview) -> Digests:
-    """The digests of blocks, one behind the other, as rows."""
+    """The concatenated digests of blocks, as rows."""
     return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_SIZE)
 
 
 def table_of(values: Iterable[T]) -> tuple[tuple[T, ...], Int32]:
-    """The distinct values in the order in which they come, and for each value its number there."""
+    """The distinct values in order of their first use, and for each value its number in them."""
     rows = list(values)
     table = tuple(dict.fromkeys(rows))
     if len(table) == len(rows):
@@ -235,7 +235,7 @@ def pack_table(tensors: Sequence[TensorEntry]) -> bytes:
 def unpack_table(packed: bytes) -> tuple[TensorEntry, ...]:
     """The table of ``pack_table``, usually the same object for the same bytes.
 
-    A coordinator receives a table from every rank. Raises ValueError for other bytes.
+    A coordinator receives a table from every rank. Raises ValueError for malformed bytes.
     """
     unpacker = zlib.decompressobj()
     text = unpacker.decompress(packed, _EXPANSION * len(packed) + (1 << 20))
@@ -295,7 +295,7 @@ class Declarations:
 
     @cached_property
     def metas(self) -> tuple[tuple[TensorMeta, ...], Int32]:
-        """The distinct metas, and the number there of each of ``tensors``."""
+        """The distinct metas, and for each of ``tensors`` the number of its meta."""
         return table_of(map(itemgetter(1), self.tensors))
 
     @cached_property
@@ -387,7 +387,7 @@ class Declarations:
 
     @classmethod
     def merge(cls, parts: Sequence[Declarations]) -> Declarations:
-        """All ranks' declarations in one: ``parts[i]`` are those of rank i. Tables are joined."""
+        """All ranks' declarations in one: ``parts[i]`` belongs to rank i. Tables are joined."""
         if len(parts) == 1:
             return parts[0]
         tensors, number = merged_tables(

@@ -16,7 +16,7 @@ class BackendSuite(SaveTests, LoadTests, DamageTests):
             backend = MyBackend()
 
     Class attributes:
-        dtypes: those that the format can hold.
+        dtypes: the dtypes that the format can hold.
         unfit_keys: odd keys (see ``conformance.save_tests.KEYS``) that it cannot hold.
         objects: False for formats of tensors only.
         irregular: False for formats that refuse shards which form no grid.

@@ -50,7 +50,7 @@ class Harness:
     ) -> tuple[LocalStorage, Manifest]:
         """Save a state whose shards are dealt out to the ranks; return where, and the manifest.
 
-        All ranks write at once, each through a storage of its own, as processes would. An
+        All ranks write at once, each through a separate storage, as processes would. An
         ``export_only`` format has one rank.
         """
         root = LocalStorage(folder, create=True)
@@ -91,7 +91,7 @@ class Harness:
 
     def finish(self, root: LocalStorage, manifest: Manifest) -> Manifest:
         # Checked once, and not before each file: a format may also recognise checkpoints of other
-        # programs, which lack the last file of ours.
+        # programs, which lack the last file of megackpt's.
         early = self.backend.recognises(root)
         check(not early, "recognises data without a table of contents")
         finished = self.backend.finish(root, manifest)

@@ -26,7 +26,7 @@ class LoadTests(Harness):
         for rank in range(4):
             wanted = world.declared(shards[rank::4], rank)
             self.expect(world, self.load(root, manifest, wanted))
-        self.load(root, manifest, world.declared([]))  # a rank that wants nothing
+        self.load(root, manifest, world.declared([]))  # a rank without requests
 
     def test_any_box_can_be_read(self, tmp_path: Path) -> None:
         world = self.world()
@@ -54,7 +54,7 @@ class LoadTests(Harness):
             self.expect(world, self.load(root, manifest, wanted, verify))
 
     def test_a_thin_slice_reads_few_bytes(self, tmp_path: Path) -> None:
-        """Of chunks that are stored raw. Without digests, which need whole blocks."""
+        """Only of chunks that are stored raw, and without digests, which need whole blocks."""
         world = World({"w": self.random(64, 1 << 15)})
         _, manifest = self.save(tmp_path / "c", world)
         if self.backend.decoded_bytes(manifest).any():

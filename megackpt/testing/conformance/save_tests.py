@@ -1,4 +1,4 @@
-"""Conformance tests of saving: a format keeps what it accepts bit for bit, and refuses the rest."""
+"""Conformance tests of saving: a format keeps accepted values bit for bit, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class SaveTests(Harness):
         check(same, "read_manifest takes other files for its own")
 
     def test_an_instance_serves_many_saves(self, tmp_path: Path) -> None:
-        """One after the other and at once: an instance holds options, and no state of a save."""
+        """One by one and at once: an instance holds options, and no state of a save."""
         worlds = [self.world(), self.small_world(), self.world()]
         for number, world in enumerate(worlds):
             self.expect_all(world, *self.save(tmp_path / f"{number}", world))

@@ -148,7 +148,7 @@ def noises(page: Any) -> list[str]:
     return page.log + [url for url in page.asked[1:] if url != "about:blank"]
 
 
-def test_everything_is_told_at_first_sight(look: Look) -> None:
+def test_the_first_view_shows_figures_and_sections(look: Look) -> None:
     page = look(shard_map(layers(40), "run/iter_0000100"))
     assert page.text("h1") == ["run/iter_0000100"]
     figures = dict(zip(page.text(".figures dt"), page.text(".figures dd"), strict=True))
@@ -253,7 +253,7 @@ def test_a_box_outside_is_drawn_outside(look: Look) -> None:
     assert has_red(page, 0.3, 1)
 
 
-def test_replicas_and_their_writer_are_told(look: Look) -> None:
+def test_replicas_and_their_writer_are_shown(look: Look) -> None:
     page = look(shard_map_of_declarations(broken()))
     rows = [row.split("\t") for row in page.text("table tr")]
     assert rows[0] == ["copies", "boxes", "held", "written"]

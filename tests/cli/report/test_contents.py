@@ -103,7 +103,7 @@ def flaws(told) -> list[tuple]:
 
 
 @pytest.mark.parametrize("strategy", ["torch_dist", "zarr"])
-def test_every_chunk_of_a_checkpoint_is_told(tmp_path, strategy) -> None:
+def test_every_chunk_of_a_checkpoint_is_in_the_data(tmp_path, strategy) -> None:
     state = {
         "a": ShardedTensor.from_rank_offsets("a.weight", torch.ones(6, 4)),
         "b": ShardedTensor.from_rank_offsets("b", torch.tensor(1, dtype=torch.int64)),
@@ -143,7 +143,7 @@ def place(manifest: Manifest, location) -> tuple[int, int, int]:
     return file, location.start, location.length
 
 
-def test_holders_and_the_one_that_writes_are_told() -> None:
+def test_holders_and_the_writer_are_in_the_data() -> None:
     left, right = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
     declared = world(
         (0, "w", (4, 4), left, (0, 0)),
@@ -218,7 +218,7 @@ def test_holes_overlaps_and_boxes_out_of_bounds_are_located() -> None:
     assert writers["sound"] == 0
 
 
-def test_a_key_declared_in_two_ways_is_told_twice_and_located_nowhere() -> None:
+def test_a_key_declared_in_two_ways_is_listed_twice_without_flaws() -> None:
     box = Box((0,), (4,))
     declared = world(
         (0, "w", (4,), box, 0), (1, "w", (4,), box, 0), dtypes={1: "int32"}

@@ -105,7 +105,7 @@ def test_hostile_text_stays_text(text: str) -> None:
     assert page.inside["script"] == plain.inside["script"]
 
 
-def test_a_checkpoint_is_told_with_its_place_and_its_small_files(
+def test_the_page_names_the_place_and_the_small_files_of_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     place = tmp_path / "iter_0000001"
