@@ -209,6 +209,7 @@ class _RankRequest:
 class _LoadOperation:
     """One load on one rank: what its steps leave there."""
 
+    request: LoadRequest
     manifest: Manifest
     opened: Opened
     compared: Comparison
@@ -222,11 +223,6 @@ class _LoadOperation:
         self.group = group
         self.attempt = request
         self.session = session
-
-    @property
-    def request(self) -> LoadRequest:
-        """Raises the error of a wrong argument, in a step that raises it on all ranks."""
-        return self.attempt.get()
 
     def run(self) -> Any:
         group = self.group
@@ -262,7 +258,7 @@ class _LoadOperation:
     @events.stage("open")
     def open(self) -> tuple[str, Manifest]:
         """On rank 0: the directory, and the manifest of the checkpoint in it."""
-        request = self.request
+        request = self.attempt.get()
         try:
             manifest = self.session.open(
                 request.directory, asked_format(request.strategy)
@@ -286,7 +282,7 @@ class _LoadOperation:
     @events.stage("compare")
     def compare(self, directory: str) -> _RankRequest:
         """Open the checkpoint that rank 0 has opened, and compare this rank's request with it."""
-        request = self.request
+        request = self.request = self.attempt.get()
         manifest = self.manifest
         events.current().operation.id = manifest.save_id
         if request.directory != directory:
@@ -300,8 +296,7 @@ class _LoadOperation:
         )
         if isinstance(request.state, StateOfStored):
             values = self.pickles(request.state.prefixes)
-            request = request.declared(manifest, values)
-            self.attempt = Attempt(request)
+            request = self.request = request.declared(manifest, values)
         self.compared = Comparison.of(request, manifest, self.group.rank)
         strategy = loading(request.strategy, *manifest.backend)
         domain = domain_of(strategy.load_group, "load_group")

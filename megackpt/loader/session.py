@@ -14,7 +14,6 @@ from megackpt import events
 from megackpt.backends.progress import counted_target
 from megackpt.checkpoint import (
     Opened,
-    as_read_by,
     backend_of,
     open_checkpoint,
     open_same,
@@ -73,8 +72,9 @@ class LoadSession:
         save_id = manifest.save_id
         root = self.call(opening, open_same, directory, save_id, asked, self.alive)
         backend = backend_of(root, manifest, asked)
-        storage = self.call(opening, as_read_by, backend, root)
-        return Opened(storage, backend, manifest, {})
+        if backend.properties.follows_links:
+            root = self.call(opening, root.following)
+        return Opened(root, backend, manifest, {})
 
     def read(
         self, opened: Opened, plan: LoadPlan, target: LoadTarget, verify: bool

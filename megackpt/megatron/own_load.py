@@ -111,15 +111,13 @@ def load(
             compared = Comparison.of(request, stored, group.rank)
         return _Loading(request, storage, common, compared, stored)
 
-    def send() -> CompareRequest:
-        return CompareRequest.of(found.get().request, found.get().compared)
-
-    def decide(parts: list[CompareRequest]) -> set[str]:
-        return judge(found.get().request, parts, found.get().stored)
-
     with group_over(process_group, timeout) as group:
         found = attempt(compare)
-        missing = group.reduce_broadcast("compare", send, decide)
+        missing = group.reduce_broadcast(
+            "compare",
+            lambda: CompareRequest.of(found.get().request, found.get().compared),
+            lambda parts: judge(found.get().request, parts, found.get().stored),
+        )
     loading = found.get()
 
     def engine(given: Any, _: Any, inner: Strategy, **chosen: Any) -> Any:
