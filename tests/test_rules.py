@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import configparser
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +21,18 @@ PLACES = {
         "backends/torch_dist",
         "adapters/checkpointable",
         "manager/stateful",
+        "huggingface/dcp_storage",
         "integrations/",
     ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
 }
+NAMES_AN_EDGE = {
+    "adapters/huggingface.py",
+    "converter/__init__.py",
+    "converter/conversion_request.py",
+}
+"""The hook of ``convert(table=...)``, and former places of public names."""
 # What others may ask: who is there. What they may not: talk.
 QUESTIONS = (
     "ProcessGroup",
@@ -89,6 +98,39 @@ def test_only_collectives_names_torch_distributed(path: Path) -> None:
         if not may_name(name(path), what)
     ]
     assert not wrong
+
+
+def layers() -> tuple[set[str], set[str]]:
+    """The top-level modules of the core, and those of the edges, by the contract."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    contract = settings["importlinter:contract:core-and-edges"]
+    core, edges = (
+        {line.removeprefix("megackpt.") for line in contract[option].split()}
+        for option in ("source_modules", "forbidden_modules")
+    )
+    return core, edges
+
+
+def test_each_module_is_core_or_edge() -> None:
+    core, edges = layers()
+    modules = {name(path).partition("/")[0].removesuffix(".py") for path in FILES}
+    assert core | edges == modules - {"__init__"}
+    assert not core & edges
+
+
+def test_the_core_names_an_edge_at_hooks_and_former_places_only() -> None:
+    """A name in a string reaches a module as an import does, and no linter sees it."""
+    core, edges = layers()
+    edge = re.compile(rf"megackpt\.({'|'.join(edges)})\b[\w.:]*")
+    named = {
+        name(path)
+        for path in FILES
+        if name(path).partition("/")[0].removesuffix(".py") in core
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and edge.fullmatch(str(node.value))
+    }
+    assert named == NAMES_AN_EDGE
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

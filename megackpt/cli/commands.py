@@ -163,7 +163,7 @@ def convert(options: argparse.Namespace) -> Answer:
 def export_hf(options: argparse.Namespace) -> Answer:
     """Write a checkpoint for ``from_pretrained``; errors are those of ``export_huggingface``."""
     # Imports torch.
-    from megackpt.converter import export_huggingface
+    from megackpt.huggingface import export_huggingface
 
     with events.operation("export-hf", options.target):
         try:

@@ -9,9 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megackpt.dcp.huggingface_writer import (
-        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
-    )
     from megackpt.dcp.installation import install as install, uninstall as uninstall
     from megackpt.dcp.planner import (
         Delegate as Delegate,
@@ -23,26 +20,27 @@ if TYPE_CHECKING:
         save_state_dict_async_plan as save_state_dict_async_plan,
         verify_global_md_reuse as verify_global_md_reuse,
     )
-    from megackpt.dcp.storage_reader import (
-        FileSystemReader as FileSystemReader,
-        HuggingFaceStorageReader as HuggingFaceStorageReader,
-    )
+    from megackpt.dcp.storage_reader import FileSystemReader as FileSystemReader
     from megackpt.dcp.storage_writer import (
         FileSystemWriter as FileSystemWriter,
         FileSystemWriterAsync as FileSystemWriterAsync,
     )
+    from megackpt.huggingface.dcp_storage import (
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
+    )
 
 _HOMES = {
-    "huggingface_writer": ("HuggingFaceStorageWriter",),
-    "installation": ("install", "uninstall"),
-    "planner": ("Delegate", "LoadPlanner", "SavePlanner"),
-    "state_dict_saver": (
+    "dcp.installation": ("install", "uninstall"),
+    "dcp.planner": ("Delegate", "LoadPlanner", "SavePlanner"),
+    "dcp.state_dict_saver": (
         "save_state_dict_async_finalize",
         "save_state_dict_async_plan",
         "verify_global_md_reuse",
     ),
-    "storage_reader": ("FileSystemReader", "HuggingFaceStorageReader"),
-    "storage_writer": ("FileSystemWriter", "FileSystemWriterAsync"),
+    "dcp.storage_reader": ("FileSystemReader",),
+    "dcp.storage_writer": ("FileSystemWriter", "FileSystemWriterAsync"),
+    "huggingface.dcp_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -54,7 +52,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOME_OF:
             raise AttributeError(f"module 'megackpt.dcp' has no attribute {name!r}")
-        value = getattr(import_module(f"megackpt.dcp.{_HOME_OF[name]}"), name)
+        value = getattr(import_module(f"megackpt.{_HOME_OF[name]}"), name)
         globals()[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""Hugging Face's names and shapes of a model's tensors, by a table of rules.
+"""Models of Hugging Face: their names and shapes by a table of rules, and exports for them.
 
 A table maps patterns of our keys to a name over there, or to a rule that says how our tensor
 consists of theirs; None: they have no such tensor. In a pattern ``*`` is any text, as short as
@@ -7,7 +7,11 @@ the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`
 there have the value that the n-th here matched.
 """
 
-from megackpt.adapters.huggingface.key_tables import (
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megackpt.huggingface.export import export_huggingface
+from megackpt.huggingface.key_tables import (
     bert,
     gemma,
     llama,
@@ -16,7 +20,7 @@ from megackpt.adapters.huggingface.key_tables import (
     qwen3,
     qwen3_moe,
 )
-from megackpt.adapters.huggingface.rules import (
+from megackpt.huggingface.rules import (
     Fuse,
     Name,
     Padded,
@@ -27,8 +31,18 @@ from megackpt.adapters.huggingface.rules import (
     Tied,
     Transpose,
 )
-from megackpt.adapters.huggingface.states import as_huggingface
-from megackpt.adapters.huggingface.table_links import Table, link
+from megackpt.huggingface.table_links import Table, link
+
+if TYPE_CHECKING:
+    from megackpt.huggingface.states import as_huggingface
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Give ``as_huggingface``, which needs torch. Conversions and exports do without."""
+        if name != "as_huggingface":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module("megackpt.huggingface.states").as_huggingface
+
 
 __all__ = [
     "Fuse",
@@ -43,6 +57,7 @@ __all__ = [
     "Transpose",
     "as_huggingface",
     "bert",
+    "export_huggingface",
     "gemma",
     "link",
     "llama",

@@ -13,8 +13,8 @@ import megackpt
 from megackpt.converter import export_huggingface
 from megackpt.errors import NotACheckpoint
 from megackpt.storage import kernel
-from tests.adapters.huggingface_models import equal, files_in, shard
 from tests.checkpoint.test_kill_points import LIMIT, die_at
+from tests.huggingface.models import equal, files_in, shard
 
 WEIGHTS = {"model.a": torch.arange(4.0), "model.b": torch.ones(2, 3)}
 EXPORTED = {"config.json", "model.safetensors"}

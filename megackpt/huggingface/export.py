@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from megackpt import limits, serialization
 from megackpt.backends.safetensors import Safetensors
@@ -26,11 +26,9 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
+from megackpt.huggingface.table_links import Table
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, TensorEntry
-
-if TYPE_CHECKING:
-    from megackpt.adapters.huggingface import Table
 
 # Weights, and what a training or an earlier export keeps for itself.
 _NOT_COPIED = (
