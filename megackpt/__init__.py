@@ -44,10 +44,10 @@ if TYPE_CHECKING:
         UntrustedClass as UntrustedClass,
     )
     from megackpt.events import Event as Event, watching as watching
-    from megackpt.loader import (
+    from megackpt.loader.load_operation import load as load
+    from megackpt.loader.metadata import (
         check_is_distributed_checkpoint as check_is_distributed_checkpoint,
         get_default_load_sharded_strategy as get_default_load_sharded_strategy,
-        load as load,
         load_common_state_dict as load_common_state_dict,
         load_content_metadata as load_content_metadata,
         load_plain_tensors as load_plain_tensors,
@@ -97,10 +97,10 @@ _MODULES = {
         "UntrustedClass",
     ),
     "events": ("Event", "watching"),
-    "loader": (
+    "loader.load_operation": ("load",),
+    "loader.metadata": (
         "check_is_distributed_checkpoint",
         "get_default_load_sharded_strategy",
-        "load",
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",

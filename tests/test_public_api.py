@@ -112,6 +112,7 @@ def test_type_checkers_and_the_interpreter_see_the_same_names(
     [
         ("adapters.huggingface", "huggingface", "as_huggingface"),
         ("adapters.huggingface", "huggingface", "llama"),
+        ("adapters.position", "integrations.data_position", "DataPosition"),
         ("converter", "huggingface", "export_huggingface"),
         ("dcp", "huggingface.dcp_storage", "HuggingFaceStorageWriter"),
     ],

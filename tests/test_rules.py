@@ -25,10 +25,21 @@ PLACES = {
         "integrations/",
     ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
+    "torch.distributed.new_group": ("manager/local/copies_group",),
+    "torch.distributed.group": (
+        "manager/local/copies_group",
+        "megatron/torch_messages",
+    ),
+    # Megatron's strategies send over the group that the caller gives them.
+    "torch.distributed.all_gather_object": ("megatron/torch_messages",),
+    "torch.distributed.broadcast": ("megatron/torch_messages",),
+    "torch.distributed.get_backend": ("megatron/torch_messages",),
+    "torch.distributed.get_global_rank": ("megatron/torch_messages",),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
 }
 NAMES_AN_EDGE = {
     "adapters/huggingface.py",
+    "adapters/position.py",
     "converter/__init__.py",
     "converter/conversion_request.py",
 }

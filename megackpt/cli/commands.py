@@ -16,10 +16,10 @@ from typing import Any
 
 from megackpt import events
 from megackpt.checkpoint import open_checkpoint, remove, verify as verify_checkpoint
-from megackpt.checkpoint.regions import Regions
 from megackpt.cli.compare import Tolerance, compare
 from megackpt.cli.output import Answer
 from megackpt.errors import MismatchError, NotACheckpoint, StorageError
+from megackpt.loader.regions import Regions
 from megackpt.manager import NAMINGS, list_run
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.retention import Retention

@@ -15,7 +15,6 @@ from typing import Any, TypedDict, Unpack
 from megackpt import limits, serialization
 from megackpt.backends.safetensors import Safetensors
 from megackpt.checkpoint import open_checkpoint
-from megackpt.checkpoint.regions import Regions
 from megackpt.converter.budget import parse_size
 from megackpt.converter.conversion import Converted, Progress
 from megackpt.converter.conversion_request import convert
@@ -27,6 +26,7 @@ from megackpt.errors import (
     join_truncated,
 )
 from megackpt.huggingface.table_links import Table
+from megackpt.loader.regions import Regions
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, TensorEntry
 

@@ -47,7 +47,7 @@ def test_an_export_dies(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     if not exchange:
-        monkeypatch.setattr(kernel, "_function", lambda *_: None)
+        monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
     tensors = {k.removeprefix("model."): shard(k[6:], w) for k, w in WEIGHTS.items()}
     for step in range(1, LIMIT):
         run = tmp_path / f"{step}"
