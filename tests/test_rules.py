@@ -44,6 +44,34 @@ NAMES_AN_EDGE = {
     "converter/conversion_request.py",
 }
 """The hook of ``convert(table=...)``, and former places of public names."""
+OF_OS = re.compile(
+    r"listdir|scandir|f?walk|open|mk(dir|fifo|nod)|makedirs|rmdir|removedirs|remove|unlink|(sym)?link"
+    r"|renames?|replace|[fl]?ch(mod|own)|f?truncate|f(data)?sync|utime|(set|remove)xattr|p?writev?|sendfile"
+)
+OF_PATHS = re.compile(
+    r"chmod|(hardlink|symlink)_to|mkdir|rmdir|touch|unlink|write_(bytes|text)"
+)
+FILE_OPERATIONS = {
+    # Standard output goes to the null device when its reader has gone.
+    "__main__.py": {"os.open"},
+    # Files that a user names on the command line.
+    "cli/commands.py": {"write_text"},
+    # What the kernel says of a process.
+    "checkpoint/marker.py": {"open"},
+    # Looks behind a link that leads out of the root, which no storage opens.
+    "backends/zarr/discovery.py": {"os.walk"},
+    # Counts the bytes of a host's local checkpoints.
+    "manager/local/pieces.py": {"os.walk"},
+    # Trainers and tokenizers write their small files themselves, into a directory that they are given.
+    "integrations/accelerate.py": {"tempfile.TemporaryDirectory", "write_bytes"},
+    "integrations/pretrained_files.py": {"tempfile.TemporaryDirectory"},
+    "integrations/transformers.py": {"tempfile.TemporaryDirectory", "write_bytes"},
+    # The suite for backends damages files in the temporary directory of a test.
+    "testing/conformance/harness.py": {"unlink", "write_bytes"},
+    "testing/conformance/load_tests.py": {"write_bytes"},
+    "testing/conformance/save_tests.py": {"mkdir", "write_bytes"},
+}
+"""Module -> its file operations, each with the reason for an exception to rule 4."""
 # What others may ask: who is there. What they may not: talk.
 QUESTIONS = (
     "ProcessGroup",
@@ -142,6 +170,71 @@ def test_the_core_names_an_edge_at_hooks_and_former_places_only() -> None:
         if isinstance(node, ast.Constant) and edge.fullmatch(str(node.value))
     }
     assert named == NAMES_AN_EDGE
+
+
+def file_operations(module: ast.Module) -> set[str]:
+    """Calls that open, change or list files: of os, shutil and tempfile, ``open``, and of a Path.
+
+    A storage has methods ``open``, ``rename`` and ``replace``, as a Path has: of these only
+    a call on ``Path(...)`` itself counts.
+    """
+    found = set()
+    for _, what in mentioned(module):
+        head, _, operation = what.rpartition(".")
+        if head in ("shutil", "tempfile") or (
+            head == "os" and OF_OS.fullmatch(operation)
+        ):
+            found.add(what)
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id == "open":
+            found.add("open")
+        if isinstance(node.func, ast.Attribute):
+            on = node.func.value
+            is_path = isinstance(on, ast.Call) and dotted(on.func).endswith("Path")
+            if OF_PATHS.fullmatch(node.func.attr) or (
+                is_path and node.func.attr in ("open", "rename", "replace")
+            ):
+                found.add(node.func.attr)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_four_packages_have_side_effects_on_files(path: Path) -> None:
+    """Rule 4. A new operation elsewhere is a method of ``megackpt.storage``, or has a reason."""
+    if not name(path).startswith(
+        ("storage/", "distributed/", "staging/", "async_save/")
+    ):
+        assert file_operations(tree(path)) == FILE_OPERATIONS.get(name(path), set())
+
+
+def test_the_reasons_for_file_operations_name_modules() -> None:
+    assert FILE_OPERATIONS.keys() <= {name(path) for path in FILES}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.rename('a', 'b')",
+        "from os import makedirs",
+        "import os as system\nsystem.walk('a')",
+        "import shutil\nshutil.rmtree('a')",
+        "from tempfile import TemporaryDirectory",
+        "with open('a') as file: pass",
+        "folder.mkdir()",
+        "(folder / 'a').write_bytes(b'')",
+        "Path('a').rename('b')",
+        "pathlib.Path('a').open('w')",
+    ],
+)
+def test_the_rule_on_files_sees_every_way_to_write_one(code: str) -> None:
+    assert file_operations(ast.parse(code))
+
+
+def test_the_rule_on_files_lets_storages_and_paths_pass() -> None:
+    code = "import os\nos.path.join('a')\nroot.rename('a', 'b')\n'a'.replace('a', 'b')\nroot.open('a')"
+    assert not file_operations(ast.parse(code))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

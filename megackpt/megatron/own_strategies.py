@@ -138,9 +138,9 @@ def handled(strategy: Any, state: Any) -> Any:
     return tree.extract_matching_values(state, lambda leaf: isinstance(leaf, kind))[0]
 
 
-def files_below(root: Storage) -> list[str]:
-    """All files below a staging directory but those of the library."""
-    waiting = root.list()
+def files_below(root: Storage, folder: str = "") -> list[str]:
+    """All files below a staging directory, or a folder in it, but those of the library."""
+    waiting = [f"{folder}/{entry}".lstrip("/") for entry in root.list(folder)]
     found = []
     while waiting:
         name = waiting.pop()
