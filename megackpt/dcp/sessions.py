@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from traceback import StackSummary
 from typing import Any
 
@@ -106,7 +106,8 @@ def save_state_dict(
 
     @events.stage("write")
     def write() -> list[WriteResult]:
-        written = storage_writer.write_data(made.finish_plan(plan), made)
+        finished = replace(made.finish_plan(plan), storage_data=assignment)
+        written = storage_writer.write_data(finished, made)
         results: list[WriteResult] = written.value()
         return results
 
@@ -122,7 +123,6 @@ def save_state_dict(
     ):
         plan = _step(group, "plan", declare, decide, scatter=True)
         assignment: Assignment = plan.storage_data
-        assignment.receive()
         operation = events.current().operation
         operation.id = assignment.save_id
         operation.bytes = _step(group, "write", write, finish)
