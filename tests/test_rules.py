@@ -161,13 +161,13 @@ def test_each_module_is_core_or_edge() -> None:
 def test_the_core_names_an_edge_at_hooks_and_former_places_only() -> None:
     """A name in a string reaches a module as an import does, and no linter sees it."""
     core, edges = layers()
-    edge = re.compile(rf"megackpt\.({'|'.join(edges)})\b[\w.:]*")
+    edge = re.compile(rf"^megackpt\.({'|'.join(edges)})\b[\w.:]*( \w+)*$", re.MULTILINE)
     named = {
         name(path)
         for path in FILES
         if name(path).partition("/")[0].removesuffix(".py") in core
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Constant) and edge.fullmatch(str(node.value))
+        if isinstance(node, ast.Constant) and edge.search(str(node.value))
     }
     assert named == NAMES_AN_EDGE
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megackpt.lazy_names import lazily
 
 if TYPE_CHECKING:
     from megackpt.integrations.data_position import (
         DataPosition as DataPosition,  # noqa: PLC0414 - exported
     )
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name != "DataPosition":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module("megackpt.integrations.data_position").DataPosition
+    _HOME = "megackpt.integrations.data_position"
+    __getattr__, _ = lazily(globals(), {_HOME: ["DataPosition"]})

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megackpt.converter.conversion import Converted as Converted
 from megackpt.converter.conversion_request import (
     convert as convert,
     remove_sharded_tensors as remove_sharded_tensors,
 )
+from megackpt.lazy_names import lazily
 
 if TYPE_CHECKING:
     from megackpt.huggingface import export_huggingface as export_huggingface
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Give ``export_huggingface``, which was here, without an import of it before."""
-        if name != "export_huggingface":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module("megackpt.huggingface").export_huggingface
+else:  # its former place
+    __getattr__, _ = lazily(globals(), {"megackpt.huggingface": ["export_huggingface"]})

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt.backends.archives import frame
 from megackpt.backends.torch_dist.distcp_writer import Records, spread
+from megackpt.distributed.wire_format import allow
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning.manifest import Location
 from megackpt.staging.devices import resolved, synchronize
@@ -84,7 +84,7 @@ def _sent_plan(plan: SavePlan) -> SavePlan:
     sessions of ``install`` put the new assignment into the old plan. torch keeps the new plan in
     a variable of its function, which calls the writer, and passes it to nobody.
     """
-    frame: FrameType | None = sys._getframe()
+    frame = sys._getframe().f_back
     while frame is not None:
         if frame.f_globals.get("__name__") == state_dict_saver.__name__:
             sent = frame.f_locals.get("central_plan")
@@ -105,6 +105,9 @@ class StoredItem(NamedTuple):
     digests: bytes
     dtype: str = ""
     """Of a plain tensor; empty for records that hold other bytes."""
+
+
+allow(__name__, "Assignment", "StoredItem")
 
 
 def stable_resolver(planner: SavePlanner) -> Resolve:

@@ -7,8 +7,7 @@ the numbers, as Megatron-Core keeps its layers. The n-th ``*`` and the n-th ``#`
 there have the value that the n-th here matched.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megackpt.huggingface.export import export_huggingface
 from megackpt.huggingface.key_tables import (
@@ -32,17 +31,14 @@ from megackpt.huggingface.rules import (
     Transpose,
 )
 from megackpt.huggingface.table_links import Table, link
+from megackpt.lazy_names import lazily
 
 if TYPE_CHECKING:
     from megackpt.huggingface.states import as_huggingface
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Give ``as_huggingface``, which needs torch. Conversions and exports do without."""
-        if name != "as_huggingface":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module("megackpt.huggingface.states").as_huggingface
-
+else:  # It needs torch. Conversions and exports do without.
+    __getattr__, _ = lazily(
+        globals(), {"megackpt.huggingface.states": ["as_huggingface"]}
+    )
 
 __all__ = [
     "Fuse",
