@@ -7,9 +7,10 @@ needs no torch.
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from megackpt.gc_pause import paused as _paused
+from megackpt.lazy_names import lazily as _lazily
 
 __version__ = "0.1.0"
 
@@ -44,10 +45,10 @@ if TYPE_CHECKING:
         UntrustedClass as UntrustedClass,
     )
     from megackpt.events import Event as Event, watching as watching
-    from megackpt.loader import (
+    from megackpt.loader.load_operation import load as load
+    from megackpt.loader.metadata import (
         check_is_distributed_checkpoint as check_is_distributed_checkpoint,
         get_default_load_sharded_strategy as get_default_load_sharded_strategy,
-        load as load,
         load_common_state_dict as load_common_state_dict,
         load_content_metadata as load_content_metadata,
         load_plain_tensors as load_plain_tensors,
@@ -97,10 +98,10 @@ _MODULES = {
         "UntrustedClass",
     ),
     "events": ("Event", "watching"),
-    "loader": (
+    "loader.load_operation": ("load",),
+    "loader.metadata": (
         "check_is_distributed_checkpoint",
         "get_default_load_sharded_strategy",
-        "load",
         "load_common_state_dict",
         "load_content_metadata",
         "load_plain_tensors",
@@ -129,23 +130,16 @@ _MODULES = {
 }
 _PACKAGES = ("dcp", "megatron")
 """Packages that are attributes without an import of their own."""
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]  # noqa: PLE0604 - the names are strings
+__all__ = ["__version__", *sorted(chain(*_MODULES.values()))]  # noqa: PLE0604 - the names are strings
 
 
 if not TYPE_CHECKING:
+    _get, __dir__ = _lazily(
+        globals(), {f"megackpt.{home}": names for home, names in _MODULES.items()}
+    )
 
     def __getattr__(name: str) -> Any:
         if name in _PACKAGES:
             return import_module(f"megackpt.{name}")
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module 'megackpt' has no attribute {name!r}")
-        # The objects of new modules would start a scan of all objects of the process.
-        with _paused():
-            value = getattr(import_module(f"megackpt.{_MODULE_OF[name]}"), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return _get(name)

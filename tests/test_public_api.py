@@ -90,10 +90,9 @@ def imported_for_type_checkers(package: ModuleType) -> dict[str, str]:
     for branch in filter(is_for_type_checkers, module.body):
         for node in ast.walk(branch):
             if isinstance(node, ast.ImportFrom):
-                home = str(node.module).removeprefix(f"{package.__name__}.")
                 for alias in node.names:
                     assert alias.asname == alias.name, f"{alias.name} is not exported"
-                    found[alias.name] = home
+                    found[alias.name] = str(node.module)
     return found
 
 
@@ -104,9 +103,28 @@ def test_type_checkers_and_the_interpreter_see_the_same_names(
     expected = imported_for_type_checkers(package)
     assert set(package.__all__) - {"__version__"} == set(expected)
     for name, home in expected.items():
-        module = import_module(f"{package.__name__}.{home}")
-        assert getattr(package, name) is getattr(module, name)
+        assert getattr(package, name) is getattr(import_module(home), name)
         assert name in dir(package)
+
+
+@pytest.mark.parametrize(
+    ("former", "place", "public"),
+    [
+        ("adapters.huggingface", "huggingface", "as_huggingface"),
+        ("adapters.huggingface", "huggingface", "llama"),
+        ("adapters.position", "integrations.data_position", "DataPosition"),
+        ("converter", "huggingface", "export_huggingface"),
+        ("dcp", "huggingface.dcp_storage", "HuggingFaceStorageWriter"),
+    ],
+)
+def test_former_places_of_public_names_lead_to_them(
+    former: str, place: str, public: str
+) -> None:
+    module = import_module(f"megackpt.{former}")
+    expected = getattr(import_module(f"megackpt.{place}"), public)
+    assert getattr(module, public) is expected
+    with pytest.raises(AttributeError, match="has no attribute 'sav'"):
+        module.sav  # noqa: B018
 
 
 @pytest.mark.parametrize("package", LAZY)
@@ -136,6 +154,7 @@ def test_megatron_exports_what_we_think() -> None:
         "import megackpt; dir(megackpt)",
         "import megackpt.dcp; dir(megackpt.dcp)",
         "import megackpt.planning",
+        "import megackpt.huggingface, megackpt.converter, megackpt.cli.commands",
         "import megackpt.planning.save_plan, megackpt.planning.load_plan, megackpt.planning.cache",
         "from megackpt import CheckpointingException, StrictHandling",
     ],

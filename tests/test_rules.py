@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import configparser
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +21,57 @@ PLACES = {
         "backends/torch_dist",
         "adapters/checkpointable",
         "manager/stateful",
+        "huggingface/dcp_storage",
         "integrations/",
     ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
+    "torch.distributed.new_group": ("manager/local/copies_group",),
+    "torch.distributed.group": (
+        "manager/local/copies_group",
+        "megatron/torch_messages",
+    ),
+    # Megatron's strategies send over the group that the caller gives them.
+    "torch.distributed.all_gather_object": ("megatron/torch_messages",),
+    "torch.distributed.broadcast": ("megatron/torch_messages",),
+    "torch.distributed.get_backend": ("megatron/torch_messages",),
+    "torch.distributed.get_global_rank": ("megatron/torch_messages",),
     "torch.distributed.device_mesh": ("adapters/dtensor",),
 }
+NAMES_AN_EDGE = {
+    "adapters/huggingface.py",
+    "adapters/position.py",
+    "converter/__init__.py",
+    "converter/conversion_request.py",
+}
+"""The hook of ``convert(table=...)``, and former places of public names."""
+OF_OS = re.compile(
+    r"listdir|scandir|f?walk|open|mk(dir|fifo|nod)|makedirs|rmdir|removedirs|remove|unlink|(sym)?link"
+    r"|renames?|replace|[fl]?ch(mod|own)|f?truncate|f(data)?sync|utime|(set|remove)xattr|p?writev?|sendfile"
+)
+OF_PATHS = re.compile(
+    r"chmod|(hardlink|symlink)_to|mkdir|rmdir|touch|unlink|write_(bytes|text)"
+)
+FILE_OPERATIONS = {
+    # Standard output goes to the null device when its reader has gone.
+    "__main__.py": {"os.open"},
+    # Files that a user names on the command line.
+    "cli/commands.py": {"write_text"},
+    # What the kernel says of a process.
+    "checkpoint/marker.py": {"open"},
+    # Looks behind a link that leads out of the root, which no storage opens.
+    "backends/zarr/discovery.py": {"os.walk"},
+    # Counts the bytes of a host's local checkpoints.
+    "manager/local/pieces.py": {"os.walk"},
+    # Trainers and tokenizers write their small files themselves, into a directory that they are given.
+    "integrations/accelerate.py": {"tempfile.TemporaryDirectory", "write_bytes"},
+    "integrations/pretrained_files.py": {"tempfile.TemporaryDirectory"},
+    "integrations/transformers.py": {"tempfile.TemporaryDirectory", "write_bytes"},
+    # The suite for backends damages files in the temporary directory of a test.
+    "testing/conformance/harness.py": {"unlink", "write_bytes"},
+    "testing/conformance/load_tests.py": {"write_bytes"},
+    "testing/conformance/save_tests.py": {"mkdir", "write_bytes"},
+}
+"""Module -> its file operations, each with the reason for an exception to rule 4."""
 # What others may ask: who is there. What they may not: talk.
 QUESTIONS = (
     "ProcessGroup",
@@ -89,6 +137,104 @@ def test_only_collectives_names_torch_distributed(path: Path) -> None:
         if not may_name(name(path), what)
     ]
     assert not wrong
+
+
+def layers() -> tuple[set[str], set[str]]:
+    """The top-level modules of the core, and those of the edges, by the contract."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    contract = settings["importlinter:contract:core-and-edges"]
+    core, edges = (
+        {line.removeprefix("megackpt.") for line in contract[option].split()}
+        for option in ("source_modules", "forbidden_modules")
+    )
+    return core, edges
+
+
+def test_each_module_is_core_or_edge() -> None:
+    core, edges = layers()
+    modules = {name(path).partition("/")[0].removesuffix(".py") for path in FILES}
+    assert core | edges == modules - {"__init__"}
+    assert not core & edges
+
+
+def test_the_core_names_an_edge_at_hooks_and_former_places_only() -> None:
+    """A name in a string reaches a module as an import does, and no linter sees it."""
+    core, edges = layers()
+    edge = re.compile(rf"^megackpt\.({'|'.join(edges)})\b[\w.:]*( \w+)*$", re.MULTILINE)
+    named = {
+        name(path)
+        for path in FILES
+        if name(path).partition("/")[0].removesuffix(".py") in core
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and edge.search(str(node.value))
+    }
+    assert named == NAMES_AN_EDGE
+
+
+def file_operations(module: ast.Module) -> set[str]:
+    """Calls that open, change or list files: of os, shutil and tempfile, ``open``, and of a Path.
+
+    A storage has methods ``open``, ``rename`` and ``replace``, as a Path has: of these only
+    a call on ``Path(...)`` itself counts.
+    """
+    found = set()
+    for _, what in mentioned(module):
+        head, _, operation = what.rpartition(".")
+        if head in ("shutil", "tempfile") or (
+            head == "os" and OF_OS.fullmatch(operation)
+        ):
+            found.add(what)
+    for node in ast.walk(module):
+        if not isinstance(node, ast.Call):
+            continue
+        if isinstance(node.func, ast.Name) and node.func.id == "open":
+            found.add("open")
+        if isinstance(node.func, ast.Attribute):
+            on = node.func.value
+            is_path = isinstance(on, ast.Call) and dotted(on.func).endswith("Path")
+            if OF_PATHS.fullmatch(node.func.attr) or (
+                is_path and node.func.attr in ("open", "rename", "replace")
+            ):
+                found.add(node.func.attr)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_four_packages_have_side_effects_on_files(path: Path) -> None:
+    """Rule 4. A new operation elsewhere is a method of ``megackpt.storage``, or has a reason."""
+    if not name(path).startswith(
+        ("storage/", "distributed/", "staging/", "async_save/")
+    ):
+        assert file_operations(tree(path)) == FILE_OPERATIONS.get(name(path), set())
+
+
+def test_the_reasons_for_file_operations_name_modules() -> None:
+    assert FILE_OPERATIONS.keys() <= {name(path) for path in FILES}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.rename('a', 'b')",
+        "from os import makedirs",
+        "import os as system\nsystem.walk('a')",
+        "import shutil\nshutil.rmtree('a')",
+        "from tempfile import TemporaryDirectory",
+        "with open('a') as file: pass",
+        "folder.mkdir()",
+        "(folder / 'a').write_bytes(b'')",
+        "Path('a').rename('b')",
+        "pathlib.Path('a').open('w')",
+    ],
+)
+def test_the_rule_on_files_sees_every_way_to_write_one(code: str) -> None:
+    assert file_operations(ast.parse(code))
+
+
+def test_the_rule_on_files_lets_storages_and_paths_pass() -> None:
+    code = "import os\nos.path.join('a')\nroot.rename('a', 'b')\n'a'.replace('a', 'b')\nroot.open('a')"
+    assert not file_operations(ast.parse(code))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)

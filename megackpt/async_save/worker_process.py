@@ -28,10 +28,10 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 from weakref import WeakSet, finalize
 
+from megackpt.async_save.process_control import die_with_parent, give_way
 from megackpt.distributed.failures import Attempt, Failure
 from megackpt.errors import CheckpointingException
 from megackpt.staging.buffers import Buffer
-from megackpt.storage import kernel
 
 start_lock = threading.Lock()
 """Held while a worker process is started, and while this process forks.
@@ -259,8 +259,8 @@ def main(descriptor: int, parent: int, low_priority: bool) -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     if low_priority:
-        kernel.give_way()
-    kernel.die_with_parent()
+        give_way()
+    die_with_parent()
     if os.getppid() != parent:  # it died before die_with_parent
         return
     os.set_inheritable(descriptor, False)

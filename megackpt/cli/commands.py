@@ -16,10 +16,10 @@ from typing import Any
 
 from megackpt import events
 from megackpt.checkpoint import open_checkpoint, remove, verify as verify_checkpoint
-from megackpt.checkpoint.regions import Regions
 from megackpt.cli.compare import Tolerance, compare
 from megackpt.cli.output import Answer
 from megackpt.errors import MismatchError, NotACheckpoint, StorageError
+from megackpt.loader.regions import Regions
 from megackpt.manager import NAMINGS, list_run
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.retention import Retention
@@ -163,7 +163,7 @@ def convert(options: argparse.Namespace) -> Answer:
 def export_hf(options: argparse.Namespace) -> Answer:
     """Write a checkpoint for ``from_pretrained``. Raises like ``export_huggingface``."""
     # Imports torch.
-    from megackpt.converter import export_huggingface
+    from megackpt.huggingface import export_huggingface
 
     with events.operation("export-hf", options.target):
         try:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from megackpt import events
 from megackpt.checkpoint import Opened
-from megackpt.checkpoint.regions import Regions
 from megackpt.errors import CorruptCheckpoint
+from megackpt.loader.regions import Regions
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, TensorMeta, TensorParts
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,12 @@ from megackpt.storage import Executor, is_url
 from megackpt.strategies import Strategy, StrategyLike, resolve
 
 if TYPE_CHECKING:
-    from megackpt.adapters.huggingface import Table
+    from megackpt.huggingface import Table
+
+_MAP_CHECKPOINT = EntryPoint(
+    "table", "megackpt.huggingface.mapped_checkpoint:map_checkpoint", "megackpt.tables"
+)
+"""The function for ``table``. It needs torch, and workers start faster without."""
 
 
 def convert(
@@ -137,10 +143,7 @@ def convert(
             f"opening {source_path}", open_checkpoint, source, moved=executor.alive
         )
     if table is not None:
-        # Imported here because it needs torch, and workers start faster without.
-        from megackpt.converter.mapped_checkpoint import map_checkpoint
-
-        opened = map_checkpoint(table, opened)
+        opened = _MAP_CHECKPOINT.load()(table, opened)
     if callable(beside):
         beside = beside(opened.manifest)
     entries = selection.entries(opened.manifest)

@@ -18,11 +18,11 @@ from megackpt import limits
 from megackpt.async_save.worker_process import WorkerProcess
 from megackpt.backends.base import Backend
 from megackpt.checkpoint import Opened, Writing, as_read_by, open_same
-from megackpt.checkpoint.regions import Region, Regions
 from megackpt.checkpoint.transaction import CheckedSource
 from megackpt.converter.cells import ConversionTask
 from megackpt.converter.journal import TaskResult
 from megackpt.errors import RankLost, StorageError
+from megackpt.loader.regions import Region, Regions
 from megackpt.planning.manifest import itemsizes
 from megackpt.storage import Storage
 

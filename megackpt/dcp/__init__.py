@@ -5,13 +5,12 @@ The names are imported when they are first used, like the names of ``megackpt``.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from megackpt.lazy_names import lazily
 
 if TYPE_CHECKING:
-    from megackpt.dcp.huggingface_writer import (
-        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
-    )
     from megackpt.dcp.installation import install as install, uninstall as uninstall
     from megackpt.dcp.planner import (
         Delegate as Delegate,
@@ -23,40 +22,34 @@ if TYPE_CHECKING:
         save_state_dict_async_plan as save_state_dict_async_plan,
         verify_global_md_reuse as verify_global_md_reuse,
     )
-    from megackpt.dcp.storage_reader import (
-        FileSystemReader as FileSystemReader,
-        HuggingFaceStorageReader as HuggingFaceStorageReader,
-    )
+    from megackpt.dcp.storage_reader import FileSystemReader as FileSystemReader
     from megackpt.dcp.storage_writer import (
         FileSystemWriter as FileSystemWriter,
         FileSystemWriterAsync as FileSystemWriterAsync,
     )
+    from megackpt.huggingface.dcp_storage import (
+        HuggingFaceStorageReader as HuggingFaceStorageReader,
+        HuggingFaceStorageWriter as HuggingFaceStorageWriter,
+    )
 
 _HOMES = {
-    "huggingface_writer": ("HuggingFaceStorageWriter",),
-    "installation": ("install", "uninstall"),
-    "planner": ("Delegate", "LoadPlanner", "SavePlanner"),
-    "state_dict_saver": (
+    "megackpt.dcp.installation": ("install", "uninstall"),
+    "megackpt.dcp.planner": ("Delegate", "LoadPlanner", "SavePlanner"),
+    "megackpt.dcp.state_dict_saver": (
         "save_state_dict_async_finalize",
         "save_state_dict_async_plan",
         "verify_global_md_reuse",
     ),
-    "storage_reader": ("FileSystemReader", "HuggingFaceStorageReader"),
-    "storage_writer": ("FileSystemWriter", "FileSystemWriterAsync"),
+    "megackpt.dcp.storage_reader": ("FileSystemReader",),
+    "megackpt.dcp.storage_writer": ("FileSystemWriter", "FileSystemWriterAsync"),
+    "megackpt.huggingface.dcp_storage": (
+        "HuggingFaceStorageReader",
+        "HuggingFaceStorageWriter",
+    ),
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605 - the names are strings
+__all__ = sorted(chain(*_HOMES.values()))  # noqa: PLE0605 - the names are strings
 
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME_OF:
-            raise AttributeError(f"module 'megackpt.dcp' has no attribute {name!r}")
-        value = getattr(import_module(f"megackpt.dcp.{_HOME_OF[name]}"), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazily(globals(), _HOMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import (
     _StorageInfo,
     _StorageWriterTransforms,
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt.backends.archives import frame
 from megackpt.backends.torch_dist.distcp_writer import Records, spread
+from megackpt.distributed.wire_format import allow
 from megackpt.errors import CheckpointingException, StorageError
 from megackpt.planning.manifest import Location
 from megackpt.staging.devices import resolved, synchronize
@@ -38,17 +41,10 @@ Resolve = Callable[[WriteItem], Resolved]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _OWN_PREFIX = ".megackpt-"
 
-_received: dict[tuple[str, int], Assignment] = {}
-
 
 @dataclass(frozen=True)
 class Assignment:
-    """The save and the files of one rank, which the coordinator sends in ``plan.storage_data``.
-
-    Planners that cache plans pass an old plan to ``write_data``, with the assignment of an old
-    save. The new one was received nevertheless, and unpickled where torch sends the plans: so the
-    one that counts is the latest that this process has received.
-    """
+    """The save and the files of one rank, which the coordinator sends in ``plan.storage_data``."""
 
     directory: str
     save_id: str
@@ -56,10 +52,6 @@ class Assignment:
     files: tuple[str, ...]
     places: Mapping[str, Location] = field(default_factory=dict)
     """Location of each tensor in the files that all ranks write into, by key."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.receive()
 
     def __deepcopy__(self, _memo: Any) -> Assignment:
         return self
@@ -69,21 +61,37 @@ class Assignment:
         """For stock's writers, to which a planner may pass a plan that it has cached."""
         return f"__{self.rank}_"
 
-    def receive(self) -> None:
-        _received[self.directory, self.rank] = self
 
-
-def take_assignment(plan: SavePlan, directory: str, rank: int | None) -> Assignment:
-    """The latest assignment that this rank received for this directory."""
-    if rank is None:  # torch 2.8 does not pass it
-        rank = getattr(plan.storage_data, "rank", 0)
-    found = _received.pop((directory, rank), None)
-    if found is None:
+def assignment_of(plan: SavePlan, directory: str, rank: int | None) -> Assignment:
+    """The assignment of a rank for a save to this directory. ``rank`` is None in torch 2.8."""
+    sent: object = _sent_plan(plan).storage_data
+    if (
+        not isinstance(sent, Assignment)
+        or sent.directory != directory
+        or rank not in (None, sent.rank)
+    ):
         raise CheckpointingException(
-            f"rank {rank} received no plan for a save to {directory}: all ranks must name the same "
-            "checkpoint_id and use this writer, and the planner must keep a plan's storage_data"
+            f"rank {rank or 0} received no plan for a save to {directory}: all ranks must name the "
+            "same checkpoint_id and use this writer, and the planner must keep a plan's storage_data"
         )
-    return found
+    return sent
+
+
+def _sent_plan(plan: SavePlan) -> SavePlan:
+    """The plan that the coordinator has sent to this rank for this save.
+
+    A planner that caches plans makes an old plan of it, with the assignment of an old save. The
+    sessions of ``install`` put the new assignment into the old plan. torch keeps the new plan in
+    a variable of its function, which calls the writer, and passes it to nobody.
+    """
+    frame = sys._getframe().f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") == state_dict_saver.__name__:
+            sent = frame.f_locals.get("central_plan")
+            if isinstance(sent, SavePlan):
+                return sent
+        frame = frame.f_back
+    return plan
 
 
 class StoredItem(NamedTuple):
@@ -97,6 +105,9 @@ class StoredItem(NamedTuple):
     digests: bytes
     dtype: str = ""
     """Of a plain tensor; empty for records that hold other bytes."""
+
+
+allow(__name__, "Assignment", "StoredItem")
 
 
 def stable_resolver(planner: SavePlanner) -> Resolve:

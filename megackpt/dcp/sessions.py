@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from traceback import StackSummary
 from typing import Any
 
@@ -28,11 +28,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt import events, gc_pause
-from megackpt.dcp.huggingface_writer import HuggingFaceStorageWriter
 from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.dcp.state_dict_saver import reset_on_error
-from megackpt.dcp.storage_reader import FileSystemReader, HuggingFaceStorageReader
+from megackpt.dcp.storage_reader import FileSystemReader
 from megackpt.dcp.storage_writer import FileSystemWriter
 from megackpt.distributed import Attempt, Group, SingleGroup, attempt, group_over
 from megackpt.distributed.failures import Failure
@@ -45,10 +44,8 @@ from megackpt.errors import (
 )
 
 # Other classes may override any step, so they need torch's flow.
-_READERS: dict[type[Any], type[FileSystemReader]] = {
-    FileSystemWriter: FileSystemReader,
-    HuggingFaceStorageWriter: HuggingFaceStorageReader,
-}
+READERS: dict[type[Any], type[FileSystemReader]] = {FileSystemWriter: FileSystemReader}
+"""Classes of writers -> classes of readers. ``megackpt.huggingface`` adds its classes."""
 _SAVE_PLANNERS = DefaultSavePlanner, SavePlanner
 _LOAD_PLANNERS = DefaultLoadPlanner, _EmptyStateDictLoadPlanner, LoadPlanner
 
@@ -75,7 +72,7 @@ def save_state_dict(
     metadata that other ranks than the coordinator get is read when it is first accessed.
     """
     made = planner or DefaultSavePlanner()
-    reader = _READERS.get(type(storage_writer))
+    reader = READERS.get(type(storage_writer))
     _wait_for_others(storage_writer, no_dist)
     is_stock = type(made) not in _SAVE_PLANNERS or coordinator_rank != 0
     if reader is None or is_stock or not use_collectives:
@@ -109,7 +106,8 @@ def save_state_dict(
 
     @events.stage("write")
     def write() -> list[WriteResult]:
-        written = storage_writer.write_data(made.finish_plan(plan), made)
+        finished = replace(made.finish_plan(plan), storage_data=assignment)
+        written = storage_writer.write_data(finished, made)
         results: list[WriteResult] = written.value()
         return results
 
@@ -125,7 +123,6 @@ def save_state_dict(
     ):
         plan = _step(group, "plan", declare, decide, scatter=True)
         assignment: Assignment = plan.storage_data
-        assignment.receive()
         operation = events.current().operation
         operation.id = assignment.save_id
         operation.bytes = _step(group, "write", write, finish)
@@ -147,7 +144,7 @@ def load_state_dict(
     """In the place of torch's ``_load_state_dict``, as ``save_state_dict``."""
     made = planner or DefaultLoadPlanner()
     _wait_for_others(storage_reader, no_dist)
-    is_ours = type(storage_reader) in _READERS.values() and type(made) in _LOAD_PLANNERS
+    is_ours = type(storage_reader) in READERS.values() and type(made) in _LOAD_PLANNERS
     if not is_ours or coordinator_rank != 0:
         given = process_group, coordinator_rank, no_dist, planner
         stock_load(state_dict, storage_reader, *given)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from megackpt import gc_pause
-from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import SavePlanner
 from megackpt.distributed import group_over
 from megackpt.errors import CheckpointingException, RankLost
@@ -126,7 +125,9 @@ def save_state_dict_async_plan(
 
     def prepare() -> None:
         nonlocal central
-        central = planner.finish_plan(central)
+        finished = planner.finish_plan(central)
+        # A planner that caches plans gives an old plan.
+        central = replace(finished, storage_data=central.storage_data)
         storage_writer.prepare_write_data(central, planner)
 
     with (
@@ -137,8 +138,6 @@ def save_state_dict_async_plan(
         cached, reused = group.reduce_broadcast("plan", compare, decide)
         offer = None if cached or reused else local
         central = group.reduce_scatter("plan", lambda: offer, make_global_plan)
-        if isinstance(central.storage_data, Assignment):
-            central.storage_data.receive()
         if cached and old_central is not None:
             central = replace(old_central, storage_data=central.storage_data)
         group.reduce_broadcast("prepare", prepare, lambda _: None)

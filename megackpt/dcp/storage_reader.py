@@ -20,11 +20,8 @@ from torch.futures import Future
 
 from megackpt.backends.torch_dist import METADATA
 from megackpt.backends.torch_dist.foreign_manifest import native_manifest
-from megackpt.backends.torch_dist.metadata_pickle import Record
 from megackpt.backends.torch_dist.metadata_reader import (
-    ListedItem,
     Listing,
-    RecordPlace,
     check_files,
     read_listing,
 )
@@ -37,11 +34,9 @@ from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
-    CorruptCheckpoint,
     NotACheckpoint,
 )
 from megackpt.loader.session import LoadSession
-from megackpt.planning.load_plan import check_whole
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import LocalStorage, Storage
 from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
@@ -183,60 +178,6 @@ class FileSystemReader(StorageReader):
                 "read_metadata or set_up_storage_reader opens a checkpoint: call it first"
             )
         return self._checkpoint
-
-
-class HuggingFaceStorageReader(FileSystemReader):
-    """Loads safetensors files: Hugging Face's, megackpt's, and pieces of torch DCP's ranks.
-
-    Holes and overlaps of pieces are errors, and so are absent files of pieces. Objects are left
-    out.
-
-    Args:
-        path: the directory, or one file of whole tensors.
-        thread_count: no effect. Several ranges are read at a time.
-        verify, timeout: see FileSystemReader.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        thread_count: int = 1,
-        *,
-        verify: bool = True,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-    ) -> None:
-        super().__init__(path, verify=verify, timeout=timeout)
-        self.thread_count = thread_count
-
-    def _found(self, rank: int | None) -> OpenCheckpoint:
-        opened = open_checkpoint(self.path, moved=self._session.alive)
-        manifest, name = opened.manifest, opened.backend.properties.name
-        if name != "safetensors" or rank is not None:
-            raise NotACheckpoint(
-                f"{os.fspath(self.path)} is a checkpoint of format {name}, and the reader for "
-                "safetensors reads what all ranks have saved in that format"
-            )
-        try:
-            check_whole(manifest)
-        except CorruptCheckpoint as error:
-            raise CorruptCheckpoint(f"{opened.storage.location}: {error}") from error
-        record = Record("Metadata")
-        record.state = {"state_dict_metadata": {}, "storage_data": {}}
-        listing = Listing(record)
-        rows = rows_of(manifest)
-        items = {}
-        for chunk_name, row in rows.items():
-            key, meta = manifest.tensors[manifest.chunks.tensor[row]]
-            if meta.is_object:
-                continue
-            listing.tensors[key] = meta
-            chunk = manifest.chunk(row)
-            at = chunk.location
-            place = RecordPlace(at.file, at.start, at.length)
-            items[chunk_name] = ListedItem(key, chunk.box, place)
-        return OpenCheckpoint(
-            opened.storage, listing, items, manifest, rows, opened.backend
-        )
 
 
 def _open(

@@ -47,12 +47,12 @@ from megackpt.dcp.item_writer import (
     Resolve,
     Resolved,
     StoredItem,
+    assignment_of,
     copy_to_host,
     name_files,
     resolve,
     stable_resolver,
     synchronize_stream,
-    take_assignment,
 )
 from megackpt.dcp.shard_protocol import check_plan, copy_fields, named_chunks
 from megackpt.dcp.torch_metadata import (
@@ -278,8 +278,6 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self._thread = threading.current_thread()
         result = []
         for plan, assignment in zip(plans, assignments, strict=True):
-            if assignment.rank == (self.rank or 0):
-                assignment.receive()  # The coordinator's plan is not pickled.
             result.append(dataclasses.replace(plan, storage_data=assignment))
         return result
 
@@ -385,7 +383,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         return prepared.outcome.get()
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _PreparedWrite:
-        assignment = take_assignment(plan, absolute(self.path), self.rank)
+        assignment = assignment_of(plan, absolute(self.path), self.rank)
         transforms = [self.transforms]
         of_planner = getattr(planner, "transforms", None)
         if isinstance(of_planner, _StorageWriterTransforms):

@@ -17,10 +17,9 @@ from megackpt.distributed.group import (
 from megackpt.distributed.process_group import (
     DEFAULT_TIMEOUT as DEFAULT_TIMEOUT,
     GroupLike as GroupLike,
-    another_group as another_group,
     coordinates as coordinates,
     domain_of as domain_of,
-    give_back as give_back,
     group_over as group_over,
+    rank_and_size as rank_and_size,
 )
 from megackpt.distributed.streams import Stream as Stream

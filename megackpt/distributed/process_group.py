@@ -38,7 +38,6 @@ from megackpt.distributed.messages import (
 from megackpt.distributed.rank_tree import Tree
 from megackpt.distributed.rendezvous import Address, JobStore
 from megackpt.distributed.streams import Stream
-from megackpt.distributed.torch_messages import rank_and_size
 from megackpt.errors import CheckpointingException, RankLost, name_ranks
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ _MARGIN = 30.0  # seconds; each step has a bound, so this is the last resort
 
 _ALONE = SingleGroup()
 _known: WeakKeyDictionary[Any, dict[str, Ranks]] = WeakKeyDictionary()
-_spare: WeakKeyDictionary[Any, list[GroupLike]] = WeakKeyDictionary()
 _finding = threading.Lock()
 
 
@@ -128,44 +126,20 @@ def group_over(
     return ranks.begin(timeout, name)
 
 
+def rank_and_size(process_group: Any = None) -> tuple[int, int]:
+    """The rank in the group, and its size: (0, 1) where torch.distributed is not initialised."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
+
+
 def coordinates(process_group: GroupLike) -> bool:
     """Whether this rank is rank 0. Not collective: it counts as no call."""
     if isinstance(process_group, Group):
         return process_group.is_coordinator
     return rank_and_size(process_group)[0] == 0
-
-
-def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
-    """A group of the same ranks, for a thread that works at the same time. Collective.
-
-    A ``Group`` is returned as it is. ``give_back`` keeps any new group for the next call.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if isinstance(process_group, Group) or distributed is None:
-        return process_group
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return process_group
-    over = distributed.group.WORLD if process_group is None else process_group
-    if spare := _spare.get(over):
-        return spare.pop()
-    ranks = distributed.get_process_group_ranks(over)
-    made: dist.ProcessGroup = distributed.new_group(
-        ranks, timeout, backend="gloo", use_local_synchronization=True
-    )
-    return made
-
-
-def give_back(made: GroupLike, process_group: GroupLike) -> None:
-    """Keep what ``another_group`` has returned, for its next call. All ranks, in the same order.
-
-    torch cannot make a group of the same name again after one was destroyed.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if made is process_group or distributed is None:
-        return
-    over = process_group or distributed.group.WORLD
-    if over is not None:
-        _spare.setdefault(over, []).append(made)
 
 
 def domain_of(

@@ -1,8 +1,9 @@
 """Values as messages between ranks: a JSON text, and behind it the bytes of arrays.
 
 A message runs no code that it names. It makes plain values, arrays of numbers, and objects of the
-classes that ``_SENT`` lists. Any other object is a blob of ``megackpt.serialization``, which loads
-plain data, and classes in ``torch.serialization.add_safe_globals``.
+classes that ``_SENT`` lists or ``allow`` names. Any other object is a blob of
+``megackpt.serialization``, which loads plain data, and classes in
+``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ and each of them sends it on."""
 
 _SENT = """
 megackpt.adapters.param_groups HeldGroup
-megackpt.dcp.item_writer Assignment StoredItem
 megackpt.distributed.failures Failure
 megackpt.distributed.group _ErrorReply
 megackpt.loader.comparison CompareRequest
@@ -64,6 +64,13 @@ _CALLED = {
     for module, *names in map(str.split, _SENT.strip().splitlines())
     for name in names
 }
+
+
+def allow(module: str, *names: str) -> None:
+    """Let messages call these classes or functions too. Each takes plain data only."""
+    _CALLED.update({f"{module}.{name}": (module, name) for name in names})
+
+
 _ERRORS = {
     name: kind
     for name, kind in vars(errors).items()

@@ -27,7 +27,7 @@ from megackpt.distributed import (
     group_over,
 )
 from megackpt.errors import CheckpointingException, NotACheckpoint, RankLost
-from megackpt.loader import KeyMap
+from megackpt.loader.comparison import KeyMap
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.latest_step import Found, find_latest

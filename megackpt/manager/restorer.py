@@ -19,7 +19,7 @@ from megackpt.errors import (
     ShardingError,
     UntrustedClass,
 )
-from megackpt.loader import load
+from megackpt.loader.load_operation import load
 from megackpt.manager.latest_step import (
     ATTEMPTS,
     Found,

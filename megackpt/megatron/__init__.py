@@ -8,7 +8,7 @@ The modules below, such as ``megackpt.megatron.strategies.torch``, are made from
 from __future__ import annotations
 
 from megackpt.converter import remove_sharded_tensors
-from megackpt.loader import (
+from megackpt.loader.metadata import (
     check_is_distributed_checkpoint,
     load_common_state_dict,
     load_content_metadata,

@@ -19,7 +19,7 @@ import torch
 
 from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
-from megackpt.distributed import attempt, group_over, torch_messages as messages
+from megackpt.distributed import attempt, group_over, rank_and_size
 from megackpt.errors import CheckpointingException, MismatchError, join_truncated
 from megackpt.loader.comparison import (
     CompareRequest,
@@ -119,7 +119,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         Raises ShardingError and CoverageError like a save, CheckpointingException for another
         ``algo``.
         """
-        rank, size = messages.rank_and_size(parallelization_group)
+        rank, size = rank_and_size(parallelization_group)
         is_parallel = algo == PARALLEL and size > 1
 
         def made() -> tuple[Extracted, Declarations]:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from megackpt import checkpoint, loader, serialization, strategies, tree
+from megackpt import checkpoint, serialization, strategies, tree
 from megackpt.adapters.megatron import from_megatron
 from megackpt.backends.base import read_config
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.distributed import attempt, group_over, name_here
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.loader import load_operation, metadata as loader_metadata
 from megackpt.loader.comparison import (
     CompareRequest,
     Comparison,
@@ -90,7 +91,7 @@ def load(
             share = replace(found.manifest, chunks=chunks)
             if verify and (problems := damage(found.storage, form, share)):
                 raise CorruptCheckpoint("\n".join(problems))
-        common = loader.load_common_state_dict(
+        common = loader_metadata.load_common_state_dict(
             directory, trusted=trusted, sharded_strategy=form
         )
         return storage, common
@@ -121,7 +122,7 @@ def load(
     loading = found.get()
 
     def engine(given: Any, _: Any, inner: Strategy, **chosen: Any) -> Any:
-        return loader.load(
+        return load_operation.load(
             given,
             directory,
             inner,

@@ -42,7 +42,7 @@ from megackpt.planning.manifest import (
 from megackpt.saver.save_operation import begin, make_plan
 from megackpt.saver.save_request import SaveRequest
 from megackpt.state import ShardedBase, ShardedObject
-from megackpt.storage import Storage, digest
+from megackpt.storage import LocalStorage, Storage, read_digested
 from megackpt.strategies import Strategy
 
 File = tuple[str, int, bytes]
@@ -120,7 +120,12 @@ class _OwnSave:
     timeout: Any
     asynchronous: bool
     outer: Outer = field(init=False)
-    root: Storage = field(init=False)
+    root: LocalStorage = field(init=False)
+
+    @property
+    def folder(self) -> str:
+        """The name of the strategy's directory in the staging directory."""
+        return os.path.basename(self.request.directory)
 
     def write(self) -> AsyncRequest | None:
         """Call the strategy. Returns its request if the save is asynchronous."""
@@ -128,10 +133,10 @@ class _OwnSave:
         self.outer = Outer("", self.run_engine)
         request = None
         with checkpoint.staging_storage(self.request.directory, self.save_id) as root:
-            self.root = root
+            self.root = cast(LocalStorage, root)
             # A separate directory in the staging directory, with the name of the final directory.
-            path = os.path.join(root.location, os.path.basename(self.request.directory))
-            os.makedirs(path, exist_ok=True)
+            self.root.make_folder(self.folder)
+            path = os.path.join(root.location, self.folder)
             self.outer.path = os.path.realpath(path)
             given = _save_objects(strategy, self.request, root)
             with running(self.outer):
@@ -181,8 +186,10 @@ class _OwnSave:
 
     def refuse_others(self) -> None:
         """BackendError for files that the strategy writes in addition to a save of the engine."""
-        found = os.walk(self.outer.path)  # empty when the engine has committed
-        extra = [name for _, _, names in found for name in names]
+        found: list[str] = []
+        if self.root.is_current():  # until the engine has committed
+            found = files_below(self.root, self.folder)
+        extra = [os.path.basename(name) for name in found]
         if extra:
             raise BackendError(
                 f"the strategy has written {join_truncated(extra, 5, ', ')} beside the save of the "
@@ -218,16 +225,13 @@ class _OwnSave:
 
     def collect(self) -> list[str]:
         """On rank 0: move the strategy's files up, and list all. Ours have priority."""
-        for name in os.listdir(self.outer.path):
-            target = os.path.join(self.root.location, name)
-            if name not in (checkpoint.INDEX, CONFIG, COMMON_FILE):
-                os.rename(os.path.join(self.outer.path, name), target)
-        self.root.delete(os.path.basename(self.outer.path))
+        self.root.merge_folder(self.folder, (checkpoint.INDEX, CONFIG, COMMON_FILE))
         return files_below(self.root)
 
     def synced(self, names: Sequence[str]) -> list[File]:
         """Make files durable, and read them for their digests."""
-        return [_synced(self.root, name, self.session.alive) for name in names]
+        root = self.root.folder("", self.session.alive)
+        return [_synced(root, name) for name in names]
 
     def commit(self) -> None:
         """Make the files of all ranks the checkpoint. Collective; each rank reads a part."""
@@ -286,12 +290,12 @@ def _manifest(files: Iterable[File]) -> Manifest:
     return replace(manifest, chunks=chunks)
 
 
-def _synced(root: Storage, name: str, moved: Callable[[], object]) -> File:
-    found, size = [], 0
-    with open(os.path.join(root.location, name), "rb") as file:
-        os.fsync(file.fileno())
-        while block := file.read(DIGEST_BLOCK):
-            moved()
-            found.append(digest(block))
-            size += len(block)
-    return name, size, b"".join(found)
+def _synced(root: LocalStorage, name: str) -> File:
+    with root.open(name) as reader:
+        reader.sync()
+        block = memoryview(bytearray(min(reader.size, DIGEST_BLOCK)))
+        found = [
+            read_digested(reader, start, block[: reader.size - start])
+            for start in range(0, reader.size, DIGEST_BLOCK)
+        ]
+        return name, reader.size, b"".join(found)

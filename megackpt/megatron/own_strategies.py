@@ -139,9 +139,9 @@ def handled(strategy: Any, state: Any) -> Any:
     return tree.extract_matching_values(state, lambda leaf: isinstance(leaf, kind))[0]
 
 
-def files_below(root: Storage) -> list[str]:
-    """All files below a staging directory except the files of the library."""
-    waiting = root.list()
+def files_below(root: Storage, folder: str = "") -> list[str]:
+    """All files below a staging directory or its ``folder``, except the files of the library."""
+    waiting = [f"{folder}/{entry}".lstrip("/") for entry in root.list(folder)]
     found = []
     while waiting:
         name = waiting.pop()

@@ -8,12 +8,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, cast
 
-from megackpt import checkpoint, loader, saver
+from megackpt import checkpoint, saver
 from megackpt.async_save import AsyncRequest
 from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.distributed import GroupLike
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint
+from megackpt.loader import load_operation, metadata as loader_metadata
+from megackpt.loader.comparison import KeyMap
 from megackpt.megatron.strategy_classes import (
     Directory,
     TorchCommonSaveStrategy,
@@ -32,7 +34,7 @@ from megackpt.strategies import (
 
 CONFIG_FNAME = CONFIG
 COMMON_STATE_FNAME = COMMON_FILE
-load_common = loader.load_common_state_dict
+load_common = loader_metadata.load_common_state_dict
 
 
 def _legacy_common_state_exists(checkpoint_dir: Directory) -> bool:
@@ -61,7 +63,7 @@ class LoadOptions(TypedDict, total=False):
 
     verify: bool
     dtype_policy: Literal["convert", "error"]
-    key_map: loader.KeyMap | None
+    key_map: KeyMap | None
     trusted: Sequence[type]
     timeout: timedelta
 
@@ -94,7 +96,7 @@ def load(
     **further: Unpack[LoadOptions],
 ) -> Any:
     """Call ``megackpt.load``. ``further`` are its other arguments."""
-    return loader.load(
+    return load_operation.load(
         sharded_state_dict,
         checkpoint_dir,
         sharded_strategy,
@@ -152,7 +154,7 @@ def get_default_save_common_strategy(
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> Any:
     """The strategy that reads this checkpoint."""
-    found = loader.get_default_load_sharded_strategy(checkpoint_dir)
+    found = loader_metadata.get_default_load_sharded_strategy(checkpoint_dir)
     return callable_strategy(StrategyAction.LOAD_SHARDED, found)
 
 

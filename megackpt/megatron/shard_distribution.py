@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 
 from megackpt import tree
-from megackpt.distributed import attempt, group_over, torch_messages as messages
+from megackpt.distributed import attempt, group_over, rank_and_size
 from megackpt.errors import CheckpointingException
+from megackpt.megatron import torch_messages as messages
 from megackpt.megatron.state_parts import (
     _sharded_object_id,
     _sharded_tensor_shard_id,
@@ -74,7 +75,7 @@ def determine_main_replica_uniform_distribution(
     ``ignore_groups``: also distribute shards whose main replica is in another group, as a load
     needs them. None for a group of one rank.
     """
-    _, size = messages.rank_and_size(parallelization_group)
+    _, size = rank_and_size(parallelization_group)
     if size <= 1:
         return None
     own = [shard.without_data() for shard in _tensors(sharded_state_dict)]
@@ -107,7 +108,7 @@ def distribute_main_replicas_with_precomputed_distribution(
 
     A group of one rank keeps its shards unchanged. Raises ValueError for None in a larger group.
     """
-    rank, size = messages.rank_and_size(parallelization_group)
+    rank, size = rank_and_size(parallelization_group)
     if size <= 1:
         return
     if precomputed_distribution is None:
@@ -131,7 +132,7 @@ def exchange_loaded_tensors_broadcast(
     Returns the tensors that this rank has loaded, and the tensors that it has received into the
     data of ``unloaded_shards`` or into new tensors.
     """
-    rank, _ = messages.rank_and_size(parallelization_group)
+    rank, _ = rank_and_size(parallelization_group)
     device = messages.message_device(parallelization_group)
     result = dict(loaded_tensors)
     for name, source in shard_distribution.main_rank_for_shard.items():
@@ -233,7 +234,7 @@ def receive_lacking(
     received into the wanted shard's data, or into a new tensor if the data is absent, on the meta
     device or of another dtype. The result omits tensors that no rank keeps.
     """
-    rank, _ = messages.rank_and_size(process_group)
+    rank, _ = rank_and_size(process_group)
     own = {shard_box(shard): shard for shard in kept}
     lacking = {shard_box(shard): shard for shard in wanted}
     lacking = {name: lacking[name] for name in lacking if name not in own}

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from megackpt import converter, loader, saver, strategies
+from megackpt import converter, saver, strategies
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.errors import CheckpointingException
+from megackpt.loader import load_operation, metadata as loader_metadata
 from megackpt.megatron import own_load, own_save, own_strategies, shard_distribution
 from megackpt.state import ShardedStateDict, ShardedTensor
 from megackpt.strategies import Strategy, StrategyAction, StrategyLike
@@ -129,7 +130,7 @@ class LoadShardedStrategy(LoadStrategyBase):
         async_strategy: str = "nvrx",
     ) -> Any:
         """Load what the state asks for, without the rest of the common state."""
-        alone = partial(loader.load, validate_access_integrity=False)
+        alone = partial(load_operation.load, validate_access_integrity=False)
         run = own_strategies.outer_run(checkpoint_dir, alone)
         return _select(
             sharded_state_dict, run(sharded_state_dict, checkpoint_dir, self)
@@ -138,14 +139,14 @@ class LoadShardedStrategy(LoadStrategyBase):
     def load_tensors_metadata(
         self, checkpoint_dir: Directory, metadata: Any = None
     ) -> dict[str, ShardedTensor]:
-        return loader.load_tensors_metadata(checkpoint_dir, self)
+        return loader_metadata.load_tensors_metadata(checkpoint_dir, self)
 
     def load_sharded_metadata(
         self, checkpoint_dir: Directory
-    ) -> loader.metadata.CkptShardedMetadata:
+    ) -> loader_metadata.CkptShardedMetadata:
         if not self.can_handle_sharded_objects:
             return dict(self.load_tensors_metadata(checkpoint_dir))
-        return loader.load_sharded_metadata(checkpoint_dir, self)
+        return loader_metadata.load_sharded_metadata(checkpoint_dir, self)
 
     def remove_sharded_tensors(
         self, checkpoint_dir: Directory, key_prefix: str
@@ -338,7 +339,7 @@ class FullyParallelLoadStrategyWrapper(
 
     def load_sharded_metadata(
         self, checkpoint_dir: Directory
-    ) -> loader.metadata.CkptShardedMetadata:
+    ) -> loader_metadata.CkptShardedMetadata:
         if not self._has_own("load"):
             return super().load_sharded_metadata(checkpoint_dir)
         return dict(self.base_strategy.load_sharded_metadata(checkpoint_dir))
@@ -379,20 +380,20 @@ class TwoStageDataParallelLoadShardedStrategy(FullyParallelLoadStrategyWrapper):
 
 class LoadCommonStrategy(LoadStrategyBase):
     def load_common(self, checkpoint_dir: Directory) -> dict[Any, Any]:
-        return loader.load_common_state_dict(checkpoint_dir)
+        return loader_metadata.load_common_state_dict(checkpoint_dir)
 
     def load_sharded_objects(
         self, sharded_objects_state_dict: Any, checkpoint_dir: Directory
     ) -> Any:
-        loaded = loader.load(
+        loaded = load_operation.load(
             sharded_objects_state_dict, checkpoint_dir, validate_access_integrity=False
         )
         return _select(sharded_objects_state_dict, loaded)
 
     def load_sharded_metadata(
         self, checkpoint_dir: Directory
-    ) -> loader.metadata.CkptShardedMetadata:
-        return loader.load_sharded_metadata(checkpoint_dir)
+    ) -> loader_metadata.CkptShardedMetadata:
+        return loader_metadata.load_sharded_metadata(checkpoint_dir)
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):

@@ -341,6 +341,10 @@ class LocalReader(FileReader):
         """Return a second reader of the open file. Its caller closes it separately."""
         return LocalReader(os.dup(self._fd), self._path, self.size, moved)
 
+    def sync(self) -> None:
+        """Make the file durable, which another writer has written."""
+        sync_written(self._moved, (self._fd, self._path))
+
     def status(self) -> os.stat_result:
         return os.fstat(self._fd)
 

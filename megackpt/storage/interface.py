@@ -190,7 +190,7 @@ class FileReader(ABC):
         """Drop all bytes that are held. False if a second read cannot give other bytes."""
         return False
 
-    def __enter__(self) -> FileReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

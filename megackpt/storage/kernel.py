@@ -7,14 +7,10 @@ import errno
 import fcntl
 import functools
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-# Numbers of the system call; libc has no wrapper.
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_IOPRIO_LOWEST = 2 << 13 | 7  # best effort, the last of eight levels
 # f_type of NFS, SMB (three generations), Lustre, GPFS, Ceph, BeeGFS, PanFS, OrangeFS, AFS, 9P, and
 # of FUSE, by which buckets, GlusterFS and JuiceFS are mounted.
 _NETWORKED = frozenset((
@@ -24,7 +20,6 @@ _NETWORKED = frozenset((
 # f_type of ext4 and XFS. Other file systems, such as tmpfs, may accept O_DIRECT and use the page
 # cache.
 _DIRECT = frozenset((0xEF53, 0x58465342))
-_PR_SET_PDEATHSIG = 1
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _SYNC_FILE_RANGE_WAIT_BEFORE, _SYNC_FILE_RANGE_WRITE = 1, 2
 _ABSENT = frozenset(
@@ -40,7 +35,7 @@ _ABSENT = frozenset(
 
 
 @functools.cache
-def _function(name: str, *arguments: Any) -> Callable[..., int] | None:
+def libc_function(name: str, *arguments: Any) -> Callable[..., int] | None:
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):  # no such symbol, or no libc to ask
@@ -57,7 +52,7 @@ def write_back(fd: int, start: int, length: int, wait: bool = False) -> None:
     because a later fsync may not report it again.
     """
     int64 = ctypes.c_int64
-    call = _function("sync_file_range", ctypes.c_int, int64, int64, ctypes.c_uint)
+    call = libc_function("sync_file_range", ctypes.c_int, int64, int64, ctypes.c_uint)
     flag = _SYNC_FILE_RANGE_WRITE
     if wait:
         flag = _SYNC_FILE_RANGE_WAIT_BEFORE
@@ -111,46 +106,6 @@ def unlock(fd: int) -> None:
         return  # closed already, or a file system without locks
 
 
-def die_with_parent() -> bool:
-    """Have the kernel kill this process when its parent dies. False if that is unsupported."""
-    call = _function("prctl", ctypes.c_int, ctypes.c_ulong)
-    return call is not None and call(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
-
-
-def give_way() -> bool:
-    """Give this thread, and threads that it starts, the lowest priority for processor and disk.
-
-    False if a part of that is unsupported.
-    """
-    call = _function("syscall", *[ctypes.c_long] * 4)
-    number = _IOPRIO_SET.get(os.uname().machine)
-    given = (
-        call is not None
-        and number is not None
-        and call(number, 1, 0, _IOPRIO_LOWEST) == 0
-    )
-    try:
-        # Stronger than nice: other threads that wake up run at once, without waiting for the
-        # end of a time slice.
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except (AttributeError, OSError):  # not Linux, or a sandbox
-        return False
-    return given
-
-
-def is_runnable(pid: int) -> bool:
-    """Return whether a thread of a process is running, or waits for a processor."""
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()[0]
-            if state == b"R":
-                return True
-    except OSError:  # not Linux, or it has ended
-        return False
-    return False
-
-
 def is_networked(fd: int) -> bool:
     """Return whether an open file is on a file system that may fetch from other machines."""
     return _file_system(fd) in _NETWORKED
@@ -175,7 +130,7 @@ def bypass_cache(fd: int, bypass: bool = True) -> bool:
 
 def _file_system(fd: int) -> int:
     """Return the f_type of an open file's file system; 0 if that is unknown."""
-    call = _function("fstatfs", ctypes.c_int, ctypes.c_char_p)
+    call = libc_function("fstatfs", ctypes.c_int, ctypes.c_char_p)
     found = ctypes.create_string_buffer(512)
     if call is None or call(fd, found):
         return 0
@@ -208,7 +163,9 @@ def rename_folder(folder: int, name: str, to: str) -> bool:
 
 def _rename(folder: int, name: str, to: str, flag: int) -> bool:
     path = ctypes.c_char_p
-    call = _function("renameat2", ctypes.c_int, path, ctypes.c_int, path, ctypes.c_uint)
+    call = libc_function(
+        "renameat2", ctypes.c_int, path, ctypes.c_int, path, ctypes.c_uint
+    )
     if call is None:
         return False
     if call(folder, os.fsencode(name), folder, os.fsencode(to), flag) == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -345,6 +345,16 @@ class LocalStorage(Storage):
             move(last, new, src_dir_fd=source, dst_dir_fd=target)
             os.fsync(target)
             os.fsync(source)
+
+    def merge_folder(self, name: str, left: Collection[str]) -> None:
+        """Move the entries of a folder to the root, durably, and remove the folder.
+
+        An existing file of the root is replaced. Entries with the names ``left`` are removed.
+        """
+        for entry in set(self.list(name)).difference(left):
+            with self._within("move up", f"{name}/{entry}") as (folder, last):
+                os.rename(last, last, src_dir_fd=folder, dst_dir_fd=self._fd)
+        self.delete(name)
 
     def exchange(self, one: str, other: str) -> bool:
         """Swap two entries of the root itself, durably and atomically. False if unsupported."""

@@ -27,6 +27,7 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.async_save import Pending, Task, queue as calls
+from megackpt.async_save.process_control import is_runnable
 from megackpt.async_save.task import ThreadWorker
 from megackpt.distributed import group_over
 from megackpt.errors import (
@@ -35,7 +36,6 @@ from megackpt.errors import (
     RankLost,
     StorageError,
 )
-from megackpt.storage.kernel import is_runnable
 from megackpt.testing import ThreadedGroup
 from tests.async_save.saves import Gate, begun, check, queue_of, state
 

@@ -88,7 +88,7 @@ def outcome(saves, where: Path) -> int | None:
 def test_dying_again_while_clearing_up(tmp_path, saves, monkeypatch, exchange):
     """Two deaths in a row: in the publication, then anywhere in the save that finds it."""
     if not exchange:
-        monkeypatch.setattr(kernel, "_function", lambda *_: None)
+        monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
     for first in range(1, LIMIT, 5):
         for second in (1, 3, 8):
             run = tmp_path / f"{first}-{second}"
@@ -109,7 +109,7 @@ def test_dying_again_while_clearing_up(tmp_path, saves, monkeypatch, exchange):
 
 def test_the_trainer_makes_the_directory_again(tmp_path, saves, monkeypatch):
     """Died between the two renames; then somebody makes an empty directory, or puts a file into one."""
-    monkeypatch.setattr(kernel, "_function", lambda *_: None)
+    monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
     where = tmp_path / "ckpt"
     saves.save(where, 1)
     make_foreign(where)

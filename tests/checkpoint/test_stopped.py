@@ -90,7 +90,7 @@ def test_exactly_one_wins(
     tmp_path, saves, monkeypatch, tiny_formats, exchange, before, other
 ):
     if not exchange:
-        monkeypatch.setattr(kernel, "_function", lambda *_: None)
+        monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
     stops = 0
     for step in range(1, LATEST):
         run = tmp_path / str(step)

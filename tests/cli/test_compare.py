@@ -19,7 +19,6 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import INDEX, open_checkpoint
 from megackpt.checkpoint.index import decode_index, encode_index
-from megackpt.checkpoint.regions import Regions
 from megackpt.cli import compare as module
 from megackpt.cli.compare import (
     Comparison,
@@ -28,6 +27,7 @@ from megackpt.cli.compare import (
     compare,
     object_changes,
 )
+from megackpt.loader.regions import Regions
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import ITEMSIZE, OBJECT
 from megackpt.staging.source import host_array

@@ -12,7 +12,7 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, limits
 from megackpt.checkpoint import open_checkpoint
-from megackpt.checkpoint.regions import Regions
+from megackpt.loader.regions import Regions
 from megackpt.planning.box import Box
 
 

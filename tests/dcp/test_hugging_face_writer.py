@@ -25,11 +25,11 @@ from megackpt.dcp import (
     SavePlanner,
 )
 from megackpt.errors import CheckpointingException
-from tests.adapters.ready_models import CONFIG
 from tests.backends.safetensors_pieces import STATE
 from tests.backends.torch_files import same
 from tests.conftest import PEERS, ROOT, Ranks
 from tests.dcp.states import sharded
+from tests.huggingface.ready_models import CONFIG
 from tests.torch_names import RELEASE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

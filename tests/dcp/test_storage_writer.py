@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import megackpt
 from megackpt import ShardedTensor, checkpoint
 from megackpt.checkpoint.records import Record
 from megackpt.dcp import FileSystemReader, FileSystemWriter, FileSystemWriterAsync
-from megackpt.errors import CheckpointingException, SaveInProgress
+from megackpt.errors import CheckpointingException, SaveInProgress, StorageError
 from megackpt.storage.objects import BucketWriter
 from tests.buckets import Bucket
 from tests.dcp.states import (
@@ -59,6 +61,38 @@ def test_what_we_save_is_read_by_stock_and_by_us(
         dcp_to_torch_save(where, tmp_path / "one.pt")
         assert_same(torch.load(tmp_path / "one.pt", weights_only=False), nested(seed))
     assert os.listdir(where.parent) == ["c"]
+
+
+def test_unpickling_a_plan_has_no_effect(where: Path) -> None:
+    """The plan of another save to this directory, unpickled meanwhile, changes nothing."""
+
+    class Meanwhile(DefaultSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            other = replace(new_plan.storage_data, save_id="other", files=("other",))
+            plan = replace(new_plan, storage_data=other)
+            assert pickle.loads(pickle.dumps(plan)).storage_data == other
+            return super().finish_plan(new_plan)
+
+    dcp.save(nested(1), storage_writer=FileSystemWriter(where), planner=Meanwhile())
+    assert megackpt.verify(where).ok
+    assert not (where / "other").exists()
+
+
+def test_the_plan_of_another_save_is_refused(where: Path) -> None:
+    plans: list[SavePlan] = []
+
+    class Kept(DefaultSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            plans.append(super().finish_plan(new_plan))
+            return plans[-1]
+
+    planner = Kept()
+    dcp.save(nested(1), storage_writer=FileSystemWriter(where), planner=planner)
+    for path, error in ((where, StorageError), (where / "x", CheckpointingException)):
+        late = FileSystemWriter(path).write_data(plans[0], planner)
+        with pytest.raises(error, match=r"is not visible|must name the same"):
+            late.value()
+    assert megackpt.verify(where).ok
 
 
 def test_megackpt_loads_what_was_saved_through_dcp(where: Path) -> None:

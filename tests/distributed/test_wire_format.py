@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megackpt import CheckpointingException, StorageError, limits
+from megackpt.dcp import item_writer
 from megackpt.distributed import wire_format
 from megackpt.distributed.messages import join, split
 from megackpt.distributed.wire_format import compress, pack, unpack
@@ -112,6 +113,7 @@ def test_plans_of_torch_arrive_as_they_were(count: int) -> None:
 
 
 def test_every_name_that_a_message_may_call_exists() -> None:
+    assert f"{item_writer.__name__}.Assignment" in wire_format._CALLED
     for name in wire_format._CALLED:
         assert callable(wire_format._function(name))
     for module, name in wire_format._CALLED.values():

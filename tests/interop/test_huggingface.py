@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.adapters.huggingface import as_huggingface, bert, llama
 from megackpt.converter import export_huggingface
+from megackpt.huggingface import as_huggingface, bert, llama
 from megackpt.storage.files import LocalReader
 from tests.conftest import PEERS, ROOT, Ranks
 

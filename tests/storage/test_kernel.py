@@ -1,12 +1,8 @@
-"""What Linux offers beyond the os module: locks of directories, and the end with a parent."""
+"""Operations on directories that only a local storage has: locks, and moves of entries."""
 
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 from megackpt.storage import (
     LocalStorage,
@@ -28,31 +24,11 @@ def test_a_lock_on_a_directory(tmp_path, monkeypatch):
     assert LocalStorage(tmp_path).lock()  # then nobody is kept out
 
 
-def test_a_process_that_dies_with_its_parent(tmp_path):
-    child = "from megackpt.storage import kernel; print(kernel.die_with_parent(), flush=True); input()"
-    parent = (
-        "import subprocess, sys\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
-        "print(child.stdout.readline().decode().strip(), child.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", parent], stdin=pipe, stdout=pipe, text=True
-    ) as process:
-        assert process.stdout
-        done, pid = process.stdout.readline().split()
-        assert done == "True"
-        process.kill()
-    while _runs(pid):  # if it does not die, the timeout of all tests tells
-        time.sleep(0.01)
-
-
-def _runs(pid: str) -> bool:
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            not in "ZX"
-        )
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def test_a_folder_is_merged_into_the_root(tmp_path):
+    root = LocalStorage(tmp_path)
+    root.put("a", b"old")
+    root.put_new({"c/a": b"new", "c/below/b": b"b", "c/left": b"left"})
+    root.merge_folder("c", ("left",))
+    assert root.list() == ["a", "below"]
+    assert (root.get("a"), root.get("below/b")) == (b"new", b"b")
+    root.merge_folder("absent", ())

@@ -37,7 +37,7 @@ def root(tmp_path) -> LocalStorage:
 def system(request, monkeypatch):
     """With what Linux offers, and without."""
     if request.param == "nothing there":
-        monkeypatch.setattr(kernel, "_function", lambda *_: None)
+        monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
 
 
 def views(*parts: bytes) -> list[memoryview]:
@@ -456,7 +456,7 @@ def test_exchange(root, tmp_path, monkeypatch):
     assert (root.get("a/f"), root.get("b/f")) == (b"2", b"1")
     with pytest.raises(StorageError, match="No such file"):
         root.exchange("a", "absent")
-    monkeypatch.setattr(kernel, "_function", lambda *_: None)
+    monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
     assert not root.exchange("a", "b")
     assert root.get("a/f") == b"2"
 

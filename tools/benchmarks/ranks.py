@@ -38,8 +38,8 @@ from benchmarks.peers import (
 )
 from benchmarks.states import Piece, Spec, pieces
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
+from megackpt.async_save.process_control import die_with_parent
 from megackpt.staging.buffers import POOL
-from megackpt.storage.kernel import die_with_parent
 
 STEP = 300  # seconds after which a step has failed
 

@@ -18,8 +18,7 @@ from megackpt.backends.base import CONFIG
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.checkpoint import INDEX, encode_index, open_checkpoint
 from megackpt.errors import CorruptCheckpoint
-from megackpt.loader import KeyMap
-from megackpt.loader.comparison import Comparison, LoadRequest
+from megackpt.loader.comparison import Comparison, KeyMap, LoadRequest
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
 from megackpt.planning.box import Boxes
 from megackpt.planning.load_plan import plan_load

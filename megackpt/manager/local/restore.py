@@ -23,8 +23,8 @@ from megackpt.errors import (
     join_truncated,
     name_ranks,
 )
-from megackpt.loader import load
 from megackpt.loader.comparison import find_missing
+from megackpt.loader.load_operation import load
 from megackpt.manager.local.lineage import Lines
 from megackpt.manager.local.merged import (
     MergedSave,

@@ -19,14 +19,13 @@ from megackpt.distributed import (
     Group,
     GroupLike,
     SingleGroup,
-    another_group,
     attempt,
-    give_back,
     group_over,
 )
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.loader.comparison import StateOfStored
 from megackpt.loader.row_reader import destination
+from megackpt.manager.local.copies_group import another_group, give_back
 from megackpt.manager.local.lineage import Line
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
 from megackpt.manager.local.tier import LocalTier

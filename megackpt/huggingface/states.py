@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from megackpt import tree
-from megackpt.adapters.huggingface.rules import Piece
-from megackpt.adapters.huggingface.table_links import Table, TensorId, link
 from megackpt.adapters.megatron import from_megatron
+from megackpt.huggingface.rules import Piece
+from megackpt.huggingface.table_links import Table, TensorId, link
 from megackpt.planning.box import Box, Boxes
 from megackpt.state import (
     LocalNonpersistentObject,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megackpt.adapters.huggingface.rules import Fuse, Padded, Theirs, Tied
 from megackpt.errors import MismatchError
+from megackpt.huggingface.rules import Fuse, Padded, Theirs, Tied
 
 Rules = dict[str, Theirs | None]
 

@@ -11,12 +11,12 @@ import torch
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, serialization
 from megackpt.checkpoint import open_checkpoint
-from megackpt.checkpoint.regions import Regions
+from megackpt.loader.regions import Regions
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import carried_dtype
 from megackpt.staging.source import host_array
 
-GOLDEN = Path(__file__).parent / "golden" / "mcore-0.16.1-tp2pp1dp2"
+GOLDEN = Path(__file__).parent.parent / "golden" / "mcore-0.16.1-tp2pp1dp2"
 
 
 def test_every_tensor_of_a_golden_in_regions() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.adapters.huggingface import (
+from megackpt.huggingface import (
     Table,
     as_huggingface,
     bert,

@@ -13,7 +13,12 @@ from safetensors.torch import load_file, save_file
 
 import megackpt
 from megackpt import ShardedTensor, ShardedTensorFactory, limits
-from megackpt.adapters.huggingface import (
+from megackpt.converter import export_huggingface
+from megackpt.errors import (
+    CheckpointingException,
+    MismatchError,
+)
+from megackpt.huggingface import (
     Fuse,
     Padded,
     Part,
@@ -23,14 +28,9 @@ from megackpt.adapters.huggingface import (
     as_huggingface,
     llama,
 )
-from megackpt.converter import export_huggingface
-from megackpt.errors import (
-    CheckpointingException,
-    MismatchError,
-)
 from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
-from tests.adapters.huggingface_models import (
+from tests.huggingface.models import (
     CONFIG,
     D,
     H,

@@ -10,7 +10,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
-from megackpt.adapters.huggingface import (
+from megackpt.huggingface import (
     Fuse,
     Name,
     Padded,

@@ -13,15 +13,6 @@ from safetensors.torch import load_file, save_file
 
 import megackpt
 from megackpt import ShardedObject, limits
-from megackpt.adapters.huggingface import (
-    Fuse,
-    Part,
-    Table,
-    Tied,
-    Transpose,
-    as_huggingface,
-    llama,
-)
 from megackpt.backends.safetensors import Safetensors
 from megackpt.checkpoint import Transaction
 from megackpt.checkpoint.directory_target import DirectoryTarget
@@ -36,7 +27,16 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from tests.adapters.huggingface_models import (
+from megackpt.huggingface import (
+    Fuse,
+    Part,
+    Table,
+    Tied,
+    Transpose,
+    as_huggingface,
+    llama,
+)
+from tests.huggingface.models import (
     CONFIG,
     equal,
     files_in,

@@ -13,7 +13,12 @@ from safetensors.torch import load_file, save_file
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.adapters.huggingface import (
+from megackpt.converter import export_huggingface
+from megackpt.errors import (
+    MismatchError,
+    ShardingError,
+)
+from megackpt.huggingface import (
     Fuse,
     Padded,
     Part,
@@ -25,13 +30,8 @@ from megackpt.adapters.huggingface import (
     link,
     llama,
 )
-from megackpt.converter import export_huggingface
-from megackpt.errors import (
-    MismatchError,
-    ShardingError,
-)
 from megackpt.planning.box import Box
-from tests.adapters.huggingface_models import (
+from tests.huggingface.models import (
     CASES,
     CONFIG,
     Own,

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
-from megackpt.adapters.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
 from megackpt.errors import MismatchError, ShardingError, join_truncated
+from megackpt.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.tiling import miscounted
 

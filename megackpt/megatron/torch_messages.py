@@ -1,25 +1,18 @@
 """Messages over the caller's process group, for Megatron's strategies.
 
 A save or load of megackpt uses ``Group`` instead, which raises an error of any rank on all ranks.
-Here all other ranks wait for a failed rank until torch's timeout. All functions but the
-questions are collective over the group (None: all ranks).
+Here all other ranks wait for a failed rank until torch's timeout. All functions but
+``message_device`` are collective over the group (None: all ranks).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megackpt.distributed import rank_and_size
+
 if TYPE_CHECKING:
     import torch
-
-
-def rank_and_size(process_group: Any = None) -> tuple[int, int]:
-    """The rank in the group, and its size: (0, 1) where torch.distributed is not initialised."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return 0, 1
-    return dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
 def gather_all(value: Any, process_group: Any = None) -> list[Any]:

@@ -10,10 +10,11 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.adapters.huggingface import Piece, Table, link
 from megackpt.backends.base import Backend, Properties, Target
 from megackpt.checkpoint import Opened, as_read_by
 from megackpt.errors import BackendError, MismatchError
+from megackpt.huggingface.rules import Piece
+from megackpt.huggingface.table_links import Table, link
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import (
     Chunks,

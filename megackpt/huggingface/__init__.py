@@ -1,4 +1,4 @@
-"""Hugging Face's names and shapes of a model's tensors, by a table of rules.
+"""Models of Hugging Face: their names and shapes by a table of rules, and exports for them.
 
 A table maps patterns of our keys to a Hugging Face name, or to a rule that composes our tensor of
 Hugging Face tensors; None: Hugging Face has no such tensor. In a pattern ``*`` is any text, as
@@ -7,7 +7,10 @@ leading axis for the numbers, like the stacked layers of Megatron-Core. The n-th
 ``#`` of a Hugging Face name have the value that the n-th ones of the pattern matched.
 """
 
-from megackpt.adapters.huggingface.key_tables import (
+from typing import TYPE_CHECKING
+
+from megackpt.huggingface.export import export_huggingface
+from megackpt.huggingface.key_tables import (
     bert,
     gemma,
     llama,
@@ -16,7 +19,7 @@ from megackpt.adapters.huggingface.key_tables import (
     qwen3,
     qwen3_moe,
 )
-from megackpt.adapters.huggingface.rules import (
+from megackpt.huggingface.rules import (
     Fuse,
     Name,
     Padded,
@@ -27,8 +30,15 @@ from megackpt.adapters.huggingface.rules import (
     Tied,
     Transpose,
 )
-from megackpt.adapters.huggingface.states import as_huggingface
-from megackpt.adapters.huggingface.table_links import Table, link
+from megackpt.huggingface.table_links import Table, link
+from megackpt.lazy_names import lazily
+
+if TYPE_CHECKING:
+    from megackpt.huggingface.states import as_huggingface
+else:  # It needs torch. Conversions and exports do without.
+    __getattr__, _ = lazily(
+        globals(), {"megackpt.huggingface.states": ["as_huggingface"]}
+    )
 
 __all__ = [
     "Fuse",
@@ -43,6 +53,7 @@ __all__ = [
     "Transpose",
     "as_huggingface",
     "bert",
+    "export_huggingface",
     "gemma",
     "link",
     "llama",

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megackpt.adapters.huggingface import gemma, link, qwen3_moe
 from megackpt.converter import export_huggingface
 from megackpt.errors import MismatchError
-from tests.adapters.huggingface_models import equal, files_in
-from tests.adapters.ready_models import FAMILIES, config_of, theirs, train
+from megackpt.huggingface import gemma, link, qwen3_moe
 from tests.conftest import PEERS, ROOT
+from tests.huggingface.models import equal, files_in
+from tests.huggingface.ready_models import FAMILIES, config_of, theirs, train
 
 # Makes each model, or notes what it computes after the way there and back.
 SCRIPT = """

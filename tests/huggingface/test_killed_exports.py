@@ -13,8 +13,8 @@ import megackpt
 from megackpt.converter import export_huggingface
 from megackpt.errors import NotACheckpoint
 from megackpt.storage import kernel
-from tests.adapters.huggingface_models import equal, files_in, shard
 from tests.checkpoint.test_kill_points import LIMIT, die_at
+from tests.huggingface.models import equal, files_in, shard
 
 WEIGHTS = {"model.a": torch.arange(4.0), "model.b": torch.ones(2, 3)}
 EXPORTED = {"config.json", "model.safetensors"}
@@ -47,7 +47,7 @@ def test_an_export_dies(
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     if not exchange:
-        monkeypatch.setattr(kernel, "_function", lambda *_: None)
+        monkeypatch.setattr(kernel, "libc_function", lambda *_: None)
     tensors = {k.removeprefix("model."): shard(k[6:], w) for k, w in WEIGHTS.items()}
     for step in range(1, LIMIT):
         run = tmp_path / f"{step}"

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box
 
@@ -72,10 +70,8 @@ class Piece:
         index = [slice(None) if axis in kept else 0 for axis in range(array.ndim)]
         array = array[(*index, ...)]
         order = [kept.index(axis) for axis in mapped]
-        permute = array.transpose
-        if isinstance(array, torch.Tensor):
-            permute = array.permute
-        array = permute(order)
+        # A tensor of torch has both methods, and its transpose swaps two axes.
+        array = getattr(array, "permute", array.transpose)(order)
         return array[(*(None if a is None else slice(None) for a in self.axes), ...)]
 
 

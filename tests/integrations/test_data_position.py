@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch.utils.data import DataLoader
 
 import megackpt
-from megackpt.adapters.position import DataPosition
 from megackpt.errors import MismatchError, ShardingError
+from megackpt.integrations.data_position import DataPosition
 from megackpt.testing import ThreadedGroup
 
 

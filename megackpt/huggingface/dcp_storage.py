@@ -1,7 +1,11 @@
-"""``megackpt.dcp.HuggingFaceStorageWriter``: whole safetensors files, from all ranks at once."""
+"""Safetensors through torch DCP: a writer and a reader, which ``megackpt.dcp`` exports, too.
+
+The writer makes whole files, from all ranks at once.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +22,15 @@ from megackpt.backends.base import Source
 from megackpt.backends.safetensors import STEM, Safetensors
 from megackpt.backends.safetensors.headers import TensorFile, numbered, refuse_unfit
 from megackpt.backends.shared_files import write_tensors
+from megackpt.backends.torch_dist.metadata_pickle import Record
+from megackpt.backends.torch_dist.metadata_reader import (
+    ListedItem,
+    Listing,
+    RecordPlace,
+)
+from megackpt.checkpoint import open_checkpoint
+from megackpt.dcp import sessions
+from megackpt.dcp.item_reader import OpenCheckpoint
 from megackpt.dcp.item_writer import (
     Assignment,
     ItemWriter,
@@ -25,10 +38,16 @@ from megackpt.dcp.item_writer import (
     StoredItem,
     is_storable,
 )
+from megackpt.dcp.storage_reader import FileSystemReader
 from megackpt.dcp.storage_writer import FileSystemWriter, Path
-from megackpt.dcp.torch_metadata import manifest_of
+from megackpt.dcp.torch_metadata import manifest_of, rows_of
 from megackpt.distributed import DEFAULT_TIMEOUT
-from megackpt.errors import CheckpointingException, join_truncated
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    join_truncated,
+)
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.load_plan import check_whole
@@ -215,6 +234,63 @@ class HuggingFaceStorageWriter(FileSystemWriter):
             )
         check_whole(manifest)
         return self._backend, manifest
+
+
+class HuggingFaceStorageReader(FileSystemReader):
+    """Loads safetensors files: Hugging Face's, megackpt's, and pieces of torch DCP's ranks.
+
+    Holes and overlaps of pieces are errors, and so are absent files of pieces. Objects are left
+    out.
+
+    Args:
+        path: the directory, or one file of whole tensors.
+        thread_count: no effect. Several ranges are read at a time.
+        verify, timeout: see FileSystemReader.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        thread_count: int = 1,
+        *,
+        verify: bool = True,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(path, verify=verify, timeout=timeout)
+        self.thread_count = thread_count
+
+    def _found(self, rank: int | None) -> OpenCheckpoint:
+        opened = open_checkpoint(self.path, moved=self._session.alive)
+        manifest, name = opened.manifest, opened.backend.properties.name
+        if name != "safetensors" or rank is not None:
+            raise NotACheckpoint(
+                f"{os.fspath(self.path)} is a checkpoint of format {name}, and the reader for "
+                "safetensors reads what all ranks have saved in that format"
+            )
+        try:
+            check_whole(manifest)
+        except CorruptCheckpoint as error:
+            raise CorruptCheckpoint(f"{opened.storage.location}: {error}") from error
+        record = Record("Metadata")
+        record.state = {"state_dict_metadata": {}, "storage_data": {}}
+        listing = Listing(record)
+        rows = rows_of(manifest)
+        items = {}
+        for chunk_name, row in rows.items():
+            key, meta = manifest.tensors[manifest.chunks.tensor[row]]
+            if meta.is_object:
+                continue
+            listing.tensors[key] = meta
+            chunk = manifest.chunk(row)
+            at = chunk.location
+            place = RecordPlace(at.file, at.start, at.length)
+            items[chunk_name] = ListedItem(key, chunk.box, place)
+        return OpenCheckpoint(
+            opened.storage, listing, items, manifest, rows, opened.backend
+        )
+
+
+sessions.READERS[HuggingFaceStorageWriter] = HuggingFaceStorageReader
 
 
 def _entry(item: WriteItem) -> TensorEntry:

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from megackpt import limits, serialization
 from megackpt.backends.safetensors import Safetensors
 from megackpt.checkpoint import open_checkpoint
-from megackpt.checkpoint.regions import Regions
 from megackpt.converter.budget import parse_size
 from megackpt.converter.conversion import Converted, Progress
 from megackpt.converter.conversion_request import convert
@@ -26,11 +25,10 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
+from megackpt.huggingface.table_links import Table
+from megackpt.loader.regions import Regions
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Manifest, TensorEntry
-
-if TYPE_CHECKING:
-    from megackpt.adapters.huggingface import Table
 
 # Weights, and files of a training or of an earlier export.
 _NOT_COPIED = (
