@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import socket
-import threading
 import time
 from collections.abc import (
     Awaitable,
@@ -26,12 +24,19 @@ from collections.abc import (
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
-from selectors import PollSelector
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
 
 from megackpt import limits
 from megackpt.distributed.calls import Calls, failures_in
+from megackpt.distributed.connection import (
+    AFTER_LOSS,
+    Action,
+    Connection,
+    Event,
+    Recovery,
+    State,
+)
+from megackpt.distributed.control_thread import running_loop, trees
 from megackpt.distributed.messages import (
     ABSENT,
     ASK,
@@ -102,23 +107,22 @@ class Tree:
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         self.rank, self.size, self.store = rank, size, store
-        self._loop = _running_loop()
+        self._loop = running_loop()
         self.parent = parent_of(rank) if rank else None
         self.children = children_of(rank, size)
         self.calls = Calls(self._loop)
         self.counts = {"messages": 0, "bytes": 0}
         """What this rank has sent."""
-        self._links: dict[int, Link] = {}
+        neighbours = [*self.children, *([] if self.parent is None else [self.parent])]
+        self._connections = {each: Connection(each, self._loop) for each in neighbours}
         self._arrivals: dict[tuple[int, int, int, int], asyncio.Future[Any]] = {}
         self._reports: dict[int, Verdict] = {}
-        self._ended: dict[int, tuple[str, float]] = {}  # and when
         self._cause, self._failed_at = Verdict({}), -math.inf
         self._listener = Listener(self._on_greeting)
         self._has_address = False
         self._address: Address | None = None  # of the parent, where it was last
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._connecting = False
-        _trees.add(self)
+        trees.add(self)
 
     # Called by other threads.
 
@@ -133,6 +137,12 @@ class Tree:
         """All open sockets of this rank."""
         links = [link.socket for link in self._links.values()]
         return links + self._listener.sockets
+
+    @property
+    def _links(self) -> dict[int, Link]:
+        """The open links, by neighbour."""
+        found = [connection.link for connection in self._connections.values()]
+        return {link.rank: link for link in found if link is not None}
 
     # The steps.
 
@@ -179,7 +189,7 @@ class Tree:
         if self.parent is None:
             await self._settle(call)
             return
-        link = self._links.get(self.parent)
+        link = self._connections[self.parent].link
         if link is not None:  # to be behind the report
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -228,10 +238,9 @@ class Tree:
     async def _guard(self, step: Step, rank: int, work: Awaitable[None]) -> None:
         """Wait for an exchange of bytes, while the tree shows which ranks are at work."""
         task = asyncio.ensure_future(work)
-        neighbours = {*self.children, *([] if self.parent is None else [self.parent])}
         try:
             # The step begins again with each piece.
-            await self._watch(step, {task: neighbours}, step.timeout)
+            await self._watch(step, {task: {*self._connections}}, step.timeout)
             task.result()
         except (OSError, EOFError) as error:
             self._report(step.call, Verdict({rank: f"{BROKEN} ({error})"}))
@@ -242,11 +251,11 @@ class Tree:
     async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
         """Wait until these neighbours are connected. Children connect by themselves."""
         seconds = max(step.timeout, step.elapsed + 2)
-        if self.parent in ranks:
+        if self.parent is not None and self.parent in ranks:
             seconds = 2 * step.timeout
-            self._reach_parent(step)
+            self._on(self.parent, Event.NEEDED, step)
         self._listen_for_children()
-        waits = {self._arrival((r, LINK, 0, 0)): {r} for r in ranks}
+        waits = {self._connections[rank].ready: {rank} for rank in ranks}
         await self._watch(step, waits, seconds)
 
     async def _watch(
@@ -296,10 +305,12 @@ class Tree:
         """Those for which a step waits in vain. In the first one they may connect again."""
         since = time.monotonic() - _RETURN_SECONDS
         ended = {}
-        for rank in step.awaited & self._ended.keys():
-            word, at = self._ended[rank]
+        for rank in step.awaited:
+            state, at = self._connections[rank].condition
+            if state is not State.CLOSED:
+                continue
             if step.number > 1 or max(at, step.began) < since:
-                ended[rank] = word
+                ended[rank] = ENDED
         return ended
 
     async def _failed(self, step: Step) -> None:
@@ -320,7 +331,7 @@ class Tree:
         async def send(rank: int, payload: Payload) -> None:
             if step.number == 1:
                 step.sent[rank] = kind, payload
-            link = self._links.get(rank)
+            link = self._connections[rank].link
             if link is not None:  # else its loss is reported
                 with suppress(OSError):
                     await link.send(kind, step.call, step.number, step.label, payload)
@@ -386,7 +397,7 @@ class Tree:
             return
         step.asked = now
         for rank in step.awaited - step.questions.keys():
-            link = self._links.get(rank)
+            link = self._connections[rank].link
             if link is not None:
                 step.questions[rank] = now
                 self._spawn(link.send(ASK, step.call, step.number, step.label))
@@ -416,9 +427,11 @@ class Tree:
         missing: dict[int, str] = {}
         now = time.monotonic()
         for rank in step.awaited - {asking}:
-            link = self._links.get(rank)
+            connection = self._connections[rank]
+            link = connection.link
             if link is None:
-                missing[rank], _ = self._ended.get(rank, (ABSENT, 0.0))
+                closed = connection.condition.state is State.CLOSED
+                missing[rank] = ENDED if closed else ABSENT
             elif now - max(link.heard, step.began) > 3 * step.pause + 0.2:
                 missing[rank] = SILENT
             elif link.state is not None and link.state[:2] == (step.call, step.number):
@@ -491,8 +504,10 @@ class Tree:
             return
         self._reports[call] = merged
         seconds = _GRACE
-        if self.parent is not None and self.parent in self._links:
-            link = self._links[self.parent]
+        link = None
+        if self.parent is not None:
+            link = self._connections[self.parent].link
+        if link is not None:
             self._spawn(link.send(REPORT, call, 0, "", merged.packed()))
             seconds = _VERDICT_SECONDS
         if first:
@@ -508,8 +523,9 @@ class Tree:
         packed = verdict.packed()
         sends = []
         for child in self.children:
-            if child in self._links:
-                send = self._links[child].send(FAILED, call, 0, "", packed)
+            below = self._connections[child].link
+            if below is not None:
+                send = below.send(FAILED, call, 0, "", packed)
                 sends.append(asyncio.ensure_future(send))
         if sends:
             _, late = await asyncio.wait(sends, timeout=1.0)
@@ -523,7 +539,7 @@ class Tree:
                 link = self._links.get(rank)
                 if link is not None and word.startswith(SILENT):
                     link.shut()
-                    self._lose(link, TimeoutError("it connects afresh"))
+                    self._on(rank, *_loss(TimeoutError("it connects afresh")))
         if verdict.missing:
             self._cause, self._failed_at = verdict, time.monotonic()
         self.calls.fail(call, verdict)
@@ -532,8 +548,7 @@ class Tree:
 
     def _forget(self, call: int, except_kind: int | None = None) -> None:
         for key in tuple(self._arrivals):
-            # Connections are of no call; a damaged message may name a call 0.
-            if key[2] == call and key[1] not in (LINK, except_kind):
+            if key[2] == call and key[1] != except_kind:
                 _close_unused(self._arrivals.pop(key))
 
     # Connections.
@@ -550,52 +565,56 @@ class Tree:
             self._has_address = True
             self._spawn(publish())
 
-    def _reach_parent(self, step: Step) -> None:
-        parent = self.parent
-        if parent is None or parent in self._links or self._connecting:
-            return
-        self._connecting = True
-        known, _ = self._ended.pop(parent, ("", 0.0))
-        self._spawn(self._connect(step, known))
+    def _on(self, rank: int, event: Event, *given: Any) -> None:
+        """An event happens to a connection."""
+        connection = self._connections[rank]
+        action = connection.on(event)
+        if action is not Action.NOTHING:
+            _ACTIONS[action](self, connection, *given)
 
-    async def _connect(self, step: Step, known: str) -> None:
-        """Connect to the parent; where that fails, the call fails. ``known``: how it has ended."""
-        parent = cast("int", self.parent)
+    def _connect(self, connection: Connection, step: Step) -> None:
+        self._spawn(self._connect_to_parent(connection, step))
+
+    async def _connect_to_parent(self, connection: Connection, step: Step) -> None:
+        parent = connection.rank
         patience = limits.CONNECT_SECONDS
-        if known:
+        if connection.condition.state is State.RETURNING:
             patience = 0.0
         why = Verdict({parent: ABSENT})
         try:
             async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
                 token = await self.store.token()
-                while parent not in self._links:
+                while connection.link is None:
                     # The store's client may be silent long after a cut.
                     known_address, self._address = self._address, None
                     address = known_address or await self.store.find(parent)
                     try:
                         made = await connect(address, token, LINK, self.rank, 0, 0)
                     except OSError as error:
-                        why = Verdict({parent: f"{known or ENDED} ({error})"})
+                        why = Verdict({parent: f"{ENDED} ({error})"})
                         if step.elapsed > patience:
                             raise
                         await asyncio.sleep(_GRACE)
                     else:
                         self._address = address
-                        self._add_link(parent, made)
+                        self._on(parent, Event.OPENED, made)
         except StoreLost as error:
-            self._report(step.call, Verdict({}, str(error)))
+            why = Verdict({}, str(error))
         except OSError:  # and TimeoutError
             if self.store.is_silent(step.timeout):
                 why = Verdict({}, STORE_SILENT)
-            self._report(step.call, why)
         finally:
-            self._connecting = False
+            if connection.link is None:
+                self._on(parent, Event.REFUSED, step, why)
+
+    def _report_unreachable(self, _: Connection, step: Step, why: Verdict) -> None:
+        self._report(step.call, why)
 
     def _on_greeting(
         self, accepted: socket.socket, kind: int, rank: int, call: int, number: int
     ) -> None:
         if kind == LINK and rank in self.children:
-            self._add_link(rank, accepted)
+            self._on(rank, Event.OPENED, accepted)
         elif (
             kind == DATA
             and self.calls.verdict(call) is None
@@ -605,30 +624,35 @@ class Tree:
         else:
             accepted.close()
 
-    def _add_link(self, rank: int, connection: socket.socket) -> None:
-        if rank in self._links:
-            self._links[rank].shut()
-            # Only the other end has seen it break.
-            steps = self._steps_lost_with(rank)
-            self._loop.call_later(_DELIVERY, self._report_lost, steps, rank, BROKEN)
-        link = self._links[rank] = Link(rank, connection)
-        self._ended.pop(rank, None)
+    def _replace(self, connection: Connection, made: socket.socket) -> None:
+        """Only the other end has seen the link break."""
+        cast("Link", connection.link).shut()
+        steps = self._lost_steps(connection.rank)
+        self._loop.call_later(
+            _DELIVERY, self._report_lost, steps, connection.rank, BROKEN
+        )
+        self._greet(connection, made)
+
+    def _greet(self, connection: Connection, made: socket.socket) -> None:
+        link = connection.link = Link(connection.rank, made)
         for step in self.calls.current():
-            step.questions.pop(rank, None)
+            step.questions.pop(link.rank, None)
         self._spawn(link.send(HELLO, 0, 0, "", self.calls.failed()))
         self._spawn(self._read(link))
 
     async def _greeted(self, link: Link, failed: list[tuple[int, Verdict]]) -> None:
-        """A neighbour's first message: what has failed, so that both number the next call alike."""
+        """A neighbour's first message: the failed calls, so that both number the next call alike."""
         for call, verdict in failed:
             await self._spread(call, verdict)
+        if self._connections[link.rank].link is link:
+            self._on(link.rank, Event.GREETED)
+
+    def _resume(self, connection: Connection) -> None:
+        link = cast("Link", connection.link)
         for step in self.calls.current():
             if step.number == 1 and link.rank in step.sent:
                 kind, sent = step.sent[link.rank]
                 self._spawn(link.send(kind, step.call, 1, step.label, sent))
-        arrival = self._arrival((link.rank, LINK, 0, 0))
-        if self._links.get(link.rank) is link and not arrival.done():
-            arrival.set_result(None)
 
     async def _read(self, link: Link) -> None:
         try:
@@ -640,40 +664,35 @@ class Tree:
                 logger.warning(
                     "a message of rank %d cannot be read: %r", link.rank, error
                 )
-            if self._links.get(link.rank) is link:
-                self._lose(link, error)
+            if self._connections[link.rank].link is link:
+                self._on(link.rank, *_loss(error))
 
-    def _lose(self, link: Link, error: Exception) -> None:
-        del self._links[link.rank]
-        greeted = self._arrival((link.rank, LINK, 0, 0))
-        if greeted.done():  # else a step waits for it, and for the next connection
-            del self._arrivals[link.rank, LINK, 0, 0]
-        word = ENDED
-        if isinstance(error, (EOFError, ConnectionError)):
-            self._ended[link.rank] = word, time.monotonic()
-        elif isinstance(error, OSError):  # a host that is silent; it may connect again
-            word = f"{SILENT} ({error})"
-        else:
-            word = f"{BROKEN} ({error!r})"
+    def _lose(self, connection: Connection, word: str) -> None:
+        connection.link = None
         # After its last messages have reached the steps that wait for them. Steps that begin
         # meanwhile connect afresh.
-        steps = self._steps_lost_with(link.rank)
-        self._loop.call_later(_DELIVERY, self._report_lost, steps, link.rank, word)
+        steps = self._lost_steps(connection.rank)
+        self._loop.call_later(
+            _DELIVERY, self._report_lost, steps, connection.rank, word
+        )
 
-    def _steps_lost_with(self, rank: int) -> list[Step]:
-        """The steps that cannot go on without this connection. First ones connect again."""
+    def _lost_steps(self, rank: int) -> list[Step]:
+        """The steps that cannot go on without this connection."""
         lost = []
+        which = "parent" if rank == self.parent else "child"
         for step in self.calls.current():
             if rank not in step.awaited:
                 continue
-            if step.number > 1:
+            recovery = AFTER_LOSS["first" if step.number <= 1 else "later", which]
+            if recovery is Recovery.FAIL:
                 lost.append(step)
-            elif rank == self.parent:
-                self._loop.call_soon(self._reach_parent, step)
+            elif recovery is Recovery.CONNECT:
+                self._loop.call_soon(self._on, rank, Event.NEEDED, step)
         return lost
 
     def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
-        if rank in self._links:  # connected again; the messages in between may be lost
+        # Connected again; the messages in between may be lost.
+        if self._connections[rank].link is not None:
             word = BROKEN
         for step in steps:
             if rank in step.awaited:
@@ -752,46 +771,26 @@ class Tree:
             _close_unused(arrival)
 
 
+_ACTIONS: dict[Action, Callable[..., None]] = {
+    Action.CONNECT: Tree._connect,
+    Action.GREET: Tree._greet,
+    Action.REPLACE: Tree._replace,
+    Action.RESUME: Tree._resume,
+    Action.LOSE: Tree._lose,
+    Action.REPORT: Tree._report_unreachable,
+}
+
+
+def _loss(error: Exception) -> tuple[Event, str]:
+    """The event that the error of a link is, and the word for its rank."""
+    if isinstance(error, (EOFError, ConnectionError)):
+        return Event.ENDED, ENDED
+    if isinstance(error, OSError):  # a host that is silent; it may connect again
+        return Event.SILENT, f"{SILENT} ({error})"
+    return Event.DAMAGED, f"{BROKEN} ({error!r})"
+
+
 def _close_unused(arrival: asyncio.Future[Any]) -> None:
     """Close a connection that no step has taken."""
     if arrival.done() and isinstance(arrival.result(), socket.socket):
         arrival.result().close()
-
-
-_trees: WeakSet[Tree] = WeakSet()
-_loop: asyncio.AbstractEventLoop | None = None
-_starting = threading.Lock()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process, on a thread of its own."""
-    global _loop  # noqa: PLW0603
-    with _starting:
-        if _loop is None:
-            # poll keeps no state in the kernel that a forked process would share.
-            loop = asyncio.SelectorEventLoop(PollSelector())
-            threading.Thread(
-                target=loop.run_forever, name="megackpt-control", daemon=True
-            ).start()
-            _loop = loop
-        return _loop
-
-
-_of_parents: list[asyncio.AbstractEventLoop] = []
-
-
-def _forked() -> None:
-    """In a forked child: close its copies, so that others notice the end of the parent."""
-    global _loop, _starting  # noqa: PLW0603
-    _starting = threading.Lock()
-    for tree in tuple(_trees):
-        for each in tree.sockets():
-            with suppress(OSError):
-                os.close(each.detach())
-    _trees.clear()
-    if _loop is not None:
-        _of_parents.append(_loop)  # never collected: its end would touch the parent's
-        _loop = None
-
-
-os.register_at_fork(after_in_child=_forked)

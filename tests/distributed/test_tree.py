@@ -24,6 +24,7 @@ from megackpt import (
     limits,
 )
 from megackpt.distributed import (
+    connection,
     group_over,
     messages,
     process_group,
@@ -186,7 +187,7 @@ async def lose(tree, rank, error):
     """The connection to this rank breaks."""
     link = tree._links[rank]
     link.shut()
-    tree._lose(link, error)
+    tree._on(rank, *rank_tree._loss(error))
 
 
 def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
@@ -216,7 +217,7 @@ def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked, se
             await asyncio.sleep(0.01)
         if seen:
             await lose(parent, 1, ConnectionResetError("reset"))
-        parent._add_link(1, near)
+        parent._on(1, connection.Event.OPENED, near)
 
     parent.start(replace()).result(10)
     with far, pytest.raises(messages.CallFailed, match="connection broke"):
