@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
 import time
 from collections.abc import (
@@ -28,39 +27,33 @@ from typing import Any, TypeVar, cast
 
 from megackpt import limits
 from megackpt.distributed.calls import Calls, failures_in
-from megackpt.distributed.connection import (
+from megackpt.distributed.connection import Connection
+from megackpt.distributed.connection_states import (
     AFTER_LOSS,
     Action,
-    Connection,
     Event,
     Recovery,
     State,
 )
 from megackpt.distributed.control_thread import running_loop, trees
+from megackpt.distributed.diagnosis import Waiting, ended, missing
 from megackpt.distributed.messages import (
-    ABSENT,
     ASK,
-    BROKEN,
     CONFIRM,
     CONFIRMED,
-    CONSEQUENCES,
     DATA,
-    ENDED,
     FAILED,
     GATHERED,
-    GAVE_UP,
     HELLO,
     LINK,
-    REFUSED,
     REPORT,
     SENT,
-    SILENT,
-    SLOW,
     STATE,
     CallFailed,
     Link,
     Message,
     Payload,
+    Reason,
     Step,
     Verdict,
     children_of,
@@ -86,9 +79,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.distributed")
 
-_RETURN_SECONDS = 5.0
-"""In the first step of a call a rank has this time to connect again, if its last connection was
-closed. Both ends close a connection to a silent rank."""
 _DELIVERY = 0.02
 """Seconds until the steps that wait have taken the last messages of a connection that is lost."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
@@ -96,8 +86,6 @@ _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
 _CROSSED_SECONDS = 2.0
 """Two ranks that wait for each other in different calls for so long report it. A rank that was
 stopped may say so once, before it has read the message that it waits for."""
-_CAUSE_SECONDS = 5.0
-_NAMED = 64  # ranks that one answer names
 _MOST_ARRIVALS = 1 << 14
 """Messages and connections that are awaited, or came before their steps."""
 
@@ -116,8 +104,6 @@ class Tree:
         neighbours = [*self.children, *([] if self.parent is None else [self.parent])]
         self._connections = {each: Connection(each, self._loop) for each in neighbours}
         self._arrivals: dict[tuple[int, int, int, int], asyncio.Future[Any]] = {}
-        self._reports: dict[int, Verdict] = {}
-        self._cause, self._failed_at = Verdict({}), -math.inf
         self._listener = Listener(self._on_greeting)
         self._has_address = False
         self._address: Address | None = None  # of the parent, where it was last
@@ -156,7 +142,9 @@ class Tree:
         arrived = await self._collect(step, GATHERED, self.children, step.timeout)
         merged = merge([own, *arrived])
         if self.parent is None:
+            self.calls.worked(step.call)
             return merged
+        step.gave = True
         await self._send(step, {self.parent: merged}, GATHERED)
         return None
 
@@ -243,7 +231,7 @@ class Tree:
             await self._watch(step, {task: {*self._connections}}, step.timeout)
             task.result()
         except (OSError, EOFError) as error:
-            self._report(step.call, Verdict({rank: f"{BROKEN} ({error})"}))
+            self._report(step.call, Verdict({rank: f"{Reason.BROKEN} ({error})"}))
             await self._failed(step)
         finally:
             task.cancel()
@@ -279,11 +267,11 @@ class Tree:
                 if failure.done():
                     break
                 if not step.awaited:
-                    if step.call in self._reports:
+                    if self.calls.is_reported(step.call):
                         await self._failed(step)  # the verdict follows the report
                     return
-                if ended := self._ended_in(step):
-                    self._report(step.call, Verdict(ended))
+                if in_vain := ended(self._waiting(step)):
+                    self._report(step.call, Verdict(in_vain))
                 elif step.elapsed > seconds:
                     self._report(step.call, self._missing(step))
                 left = seconds - step.elapsed
@@ -301,18 +289,6 @@ class Tree:
         finally:
             step.awaited = set()
 
-    def _ended_in(self, step: Step) -> dict[int, str]:
-        """Those for which a step waits in vain. In the first one they may connect again."""
-        since = time.monotonic() - _RETURN_SECONDS
-        ended = {}
-        for rank in step.awaited:
-            state, at = self._connections[rank].condition
-            if state is not State.CLOSED:
-                continue
-            if step.number > 1 or max(at, step.began) < since:
-                ended[rank] = ENDED
-        return ended
-
     async def _failed(self, step: Step) -> None:
         await asyncio.wait([self._failure(step.call)])
         raise CallFailed(self._failure(step.call).result())
@@ -323,7 +299,10 @@ class Tree:
         if not self._arrival((parent[0], SENT, step.call, step.number)).done():
             await self._link_to(step, parent)
         # Rank 0 itself waits for the others before it answers.
-        return (await self._collect(step, SENT, parent, 2 * step.timeout))[0]
+        (answer,) = await self._collect(step, SENT, parent, 2 * step.timeout)
+        if step.gave:
+            self.calls.worked(step.call)
+        return answer
 
     async def _send(
         self, step: Step, payloads: Mapping[int, Payload], kind: int
@@ -410,42 +389,35 @@ class Tree:
             return Verdict({self.rank: left})
         if step is not None and step.number == number:
             if self._differs(step, asking, label) or not step.awaited:
-                return Verdict({self.rank: SLOW})
+                return Verdict({self.rank: Reason.SLOW})
             return self._missing(step, asking)
         if step is not None and step.number > number:
             return Verdict({})
         for other in self.calls.current():
             if other.call != call and other.awaited:
                 if asking in other.awaited:
-                    return Verdict({self.rank: SLOW}, other.label)
-                missing = self._missing(other, asking).missing
-                return Verdict(missing or {self.rank: SLOW})
-        return Verdict({self.rank: SLOW})
+                    return Verdict({self.rank: Reason.SLOW}, other.label)
+                found = self._missing(other, asking).missing
+                return Verdict(found or {self.rank: Reason.SLOW})
+        return Verdict({self.rank: Reason.SLOW})
 
     def _missing(self, step: Step, asking: int | None = None) -> Verdict:
         """The ranks for which this one waits in a step, as far as its neighbours know."""
-        missing: dict[int, str] = {}
-        now = time.monotonic()
-        for rank in step.awaited - {asking}:
-            connection = self._connections[rank]
-            link = connection.link
-            if link is None:
-                closed = connection.condition.state is State.CLOSED
-                missing[rank] = ENDED if closed else ABSENT
-            elif now - max(link.heard, step.began) > 3 * step.pause + 0.2:
-                missing[rank] = SILENT
-            elif link.state is not None and link.state[:2] == (step.call, step.number):
-                missing |= link.state[2].missing
-            else:
-                missing[rank] = SLOW
-            if len(missing) > _NAMED:
-                break
-        if ABSENT in missing.values() and self.store.is_silent(step.timeout):
+        found = missing(self._waiting(step), asking)
+        if Reason.ABSENT in found.values() and self.store.is_silent(step.timeout):
             return Verdict({}, STORE_SILENT)
-        missing.pop(self.rank, None)
-        if not missing and asking is None:
-            missing = dict.fromkeys(step.awaited, SLOW)
-        return Verdict(missing)
+        return Verdict(found)
+
+    def _waiting(self, step: Step) -> Waiting:
+        neighbours = (self._connections[rank].seen(step) for rank in step.awaited)
+        return Waiting(
+            self.rank,
+            step.number <= 1,
+            step.began,
+            step.pause,
+            time.monotonic(),
+            tuple(neighbours),
+        )
 
     def _differs(self, step: Step, rank: int, label: str) -> bool:
         """Whether a neighbour is in another step, which is reported."""
@@ -467,10 +439,10 @@ class Tree:
             return
         if after > 0:
             step.warned = True
-            missing = self._missing(step)
-            whom = missing.text
-            if missing.missing:
-                whom = name_ranks(missing.missing)
+            found = self._missing(step)
+            whom = found.text
+            if found.missing:
+                whom = name_ranks(found.missing)
             warn(self.rank, step.stage, whom, step.operation, step.path, step.timeout)
 
     # Failures: reported to rank 0, which sends one verdict to all.
@@ -482,27 +454,11 @@ class Tree:
         return failure
 
     def _report(self, call: int, verdict: Verdict) -> None:
-        if self._failure(call).done():
+        self._failure(call)
+        first = not self.calls.is_reported(call)
+        merged = self.calls.report(call, verdict)
+        if merged is None:
             return
-        words = verdict.missing.values()
-        if words and all(word.startswith(CONSEQUENCES) for word in words):
-            # Ranks that have raised for an earlier failure may end, or give up other calls.
-            causes = self._cause.missing.values()
-            lately = time.monotonic() - self._failed_at < _CAUSE_SECONDS
-            if any(cause.startswith(ENDED) for cause in causes) or (
-                lately and not all(cause.startswith(CONSEQUENCES) for cause in causes)
-            ):
-                verdict = self._cause._replace(name=verdict.name)
-        first = call not in self._reports
-        known = self._reports.setdefault(call, Verdict({}))
-        name: str | None = None
-        if None not in (known.name, verdict.name):
-            name = self.calls.names.get(call, known.name or verdict.name)
-        missing = verdict.missing | known.missing
-        merged = Verdict(missing, known.text or verdict.text, name)
-        if merged == known and not first:
-            return
-        self._reports[call] = merged
         seconds = _GRACE
         link = None
         if self.parent is not None:
@@ -514,7 +470,7 @@ class Tree:
             self._loop.call_later(seconds, lambda: self._spawn(self._settle(call)))
 
     async def _settle(self, call: int) -> None:
-        await self._spread(call, self._reports.get(call, Verdict({})))
+        await self._spread(call, self.calls.reported(call))
 
     async def _spread(self, call: int, verdict: Verdict) -> None:
         """Send the verdict down before this rank knows it: it may end the process at once."""
@@ -537,13 +493,10 @@ class Tree:
             # TCP repeats what was lost only after long pauses, so the next call connects afresh.
             for rank, word in verdict.missing.items():
                 link = self._links.get(rank)
-                if link is not None and word.startswith(SILENT):
+                if link is not None and Reason.of(word) is Reason.SILENT:
                     link.shut()
                     self._on(rank, *_loss(TimeoutError("it connects afresh")))
-        if verdict.missing:
-            self._cause, self._failed_at = verdict, time.monotonic()
         self.calls.fail(call, verdict)
-        self._reports.pop(call, None)
         self._forget(call, except_kind=SENT)
 
     def _forget(self, call: int, except_kind: int | None = None) -> None:
@@ -580,7 +533,7 @@ class Tree:
         patience = limits.CONNECT_SECONDS
         if connection.condition.state is State.RETURNING:
             patience = 0.0
-        why = Verdict({parent: ABSENT})
+        why = Verdict({parent: Reason.ABSENT})
         try:
             async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
                 token = await self.store.token()
@@ -591,7 +544,7 @@ class Tree:
                     try:
                         made = await connect(address, token, LINK, self.rank, 0, 0)
                     except OSError as error:
-                        why = Verdict({parent: f"{ENDED} ({error})"})
+                        why = Verdict({parent: f"{Reason.ENDED} ({error})"})
                         if step.elapsed > patience:
                             raise
                         await asyncio.sleep(_GRACE)
@@ -629,7 +582,7 @@ class Tree:
         cast("Link", connection.link).shut()
         steps = self._lost_steps(connection.rank)
         self._loop.call_later(
-            _DELIVERY, self._report_lost, steps, connection.rank, BROKEN
+            _DELIVERY, self._report_lost, steps, connection.rank, Reason.BROKEN
         )
         self._greet(connection, made)
 
@@ -693,7 +646,7 @@ class Tree:
     def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
         # Connected again; the messages in between may be lost.
         if self._connections[rank].link is not None:
-            word = BROKEN
+            word = Reason.BROKEN
         for step in steps:
             if rank in step.awaited:
                 self._report(step.call, Verdict({rank: word}))
@@ -715,7 +668,7 @@ class Tree:
         elif kind == REPORT:
             verdict = Verdict.unpacked(payload, self.size)
             # Of a broken connection the coordinator, and the ranks above, name the other end.
-            if verdict.missing.get(self.rank) == BROKEN:
+            if verdict.missing.get(self.rank) == Reason.BROKEN:
                 verdict.missing[link.rank] = verdict.missing.pop(self.rank)
             self._report(call, verdict)
         elif kind == FAILED:
@@ -735,7 +688,7 @@ class Tree:
         if step is None or step.number != number:
             return
         asked = step.questions.pop(rank, 0.0)
-        if state.missing.get(rank) in (GAVE_UP, REFUSED):
+        if state.missing.get(rank) in (Reason.GAVE_UP, Reason.REFUSED):
             # After its last messages have reached the step.
             self._loop.call_later(_DELIVERY, self._report_left, step, rank, state)
         if not state.text or rank not in step.awaited:
@@ -784,10 +737,10 @@ _ACTIONS: dict[Action, Callable[..., None]] = {
 def _loss(error: Exception) -> tuple[Event, str]:
     """The event that the error of a link is, and the word for its rank."""
     if isinstance(error, (EOFError, ConnectionError)):
-        return Event.ENDED, ENDED
+        return Event.ENDED, Reason.ENDED
     if isinstance(error, OSError):  # a host that is silent; it may connect again
-        return Event.SILENT, f"{SILENT} ({error})"
-    return Event.DAMAGED, f"{BROKEN} ({error!r})"
+        return Event.SILENT, f"{Reason.SILENT} ({error})"
+    return Event.DAMAGED, f"{Reason.BROKEN} ({error!r})"
 
 
 def _close_unused(arrival: asyncio.Future[Any]) -> None:
