@@ -713,6 +713,8 @@ class Tree:
         task = self._loop.create_task(contained())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before it begins leaves its work.
+        task.add_done_callback(lambda _: work.close())
 
     def _close(self) -> None:
         for task in tuple(self._tasks):
