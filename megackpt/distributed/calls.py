@@ -19,7 +19,7 @@ from megackpt.distributed.messages import Payload, Reason, Step, Verdict
 _REMEMBERED = 64  # calls
 
 
-class _Outcome:
+class Outcome:
     """What a rank knows of the failure of one call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -39,7 +39,7 @@ class Calls:
         """What each call is to do."""
         self._last = 0
         self._refused: set[int] = set()
-        self._outcomes: OrderedDict[int, _Outcome] = OrderedDict()
+        self._outcomes: OrderedDict[int, Outcome] = OrderedDict()
         self._worked = 0, 0.0
         self._loop = loop
 
@@ -102,12 +102,9 @@ class Calls:
         """A step of this call has messages of all ranks."""
         self._worked = call, time.monotonic()
 
-    def is_reported(self, call: int) -> bool:
-        return self._outcome(call).reported is not None
-
     def report(self, call: int, verdict: Verdict) -> Verdict | None:
         """Merge a report with the earlier ones. Returns None if it holds no news."""
-        outcome = self._outcome(call)
+        outcome = self.outcome(call)
         if outcome.verdict.done():
             return None
         found = explained(verdict, self._past(), time.monotonic())
@@ -118,17 +115,11 @@ class Calls:
         outcome.reported = both
         return both
 
-    def reported(self, call: int) -> Verdict:
-        return self._outcome(call).reported or Verdict({})
-
     def fail(self, call: int, verdict: Verdict) -> None:
-        outcome = self._outcome(call)
+        outcome = self.outcome(call)
         if not outcome.verdict.done():
             outcome.failed, outcome.reported = time.monotonic(), None
             outcome.verdict.set_result(verdict)
-
-    def failure(self, call: int) -> asyncio.Future[Verdict]:
-        return self._outcome(call).verdict
 
     def forgotten(self) -> list[int]:
         """Remove the oldest failures; returns their calls."""
@@ -142,9 +133,10 @@ class Calls:
             removed.append(oldest)
         return removed
 
-    def _outcome(self, call: int) -> _Outcome:
+    def outcome(self, call: int) -> Outcome:
+        """The record of this call. Only the thread of the event loop may ask for one."""
         if call not in self._outcomes:
-            self._outcomes[call] = _Outcome(self._loop)
+            self._outcomes[call] = Outcome(self._loop)
         return self._outcomes[call]
 
     def _past(self) -> Past:

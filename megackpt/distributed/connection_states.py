@@ -51,29 +51,33 @@ class Action(enum.Enum):
     REPORT = "fail the step"
 
 
+ABSENT, CONNECTING, RETURNING, OPEN, READY, CLOSED = State
+NEEDED, OPENED, GREETED, ENDED, SILENT, DAMAGED, REFUSED = Event
+NOTHING, CONNECT, GREET, REPLACE, RESUME, LOSE, REPORT = Action
+
 TABLE: dict[tuple[State, Event], tuple[State, Action]] = {
-    (State.ABSENT, Event.NEEDED): (State.CONNECTING, Action.CONNECT),
-    (State.ABSENT, Event.OPENED): (State.OPEN, Action.GREET),
-    (State.CONNECTING, Event.NEEDED): (State.CONNECTING, Action.NOTHING),
-    (State.CONNECTING, Event.OPENED): (State.OPEN, Action.GREET),
-    (State.CONNECTING, Event.REFUSED): (State.ABSENT, Action.REPORT),
-    (State.RETURNING, Event.NEEDED): (State.RETURNING, Action.NOTHING),
-    (State.RETURNING, Event.OPENED): (State.OPEN, Action.GREET),
-    (State.RETURNING, Event.REFUSED): (State.ABSENT, Action.REPORT),
-    (State.OPEN, Event.NEEDED): (State.OPEN, Action.NOTHING),
-    (State.OPEN, Event.OPENED): (State.OPEN, Action.REPLACE),
-    (State.OPEN, Event.GREETED): (State.READY, Action.RESUME),
-    (State.OPEN, Event.ENDED): (State.CLOSED, Action.LOSE),
-    (State.OPEN, Event.SILENT): (State.ABSENT, Action.LOSE),
-    (State.OPEN, Event.DAMAGED): (State.ABSENT, Action.LOSE),
-    (State.READY, Event.NEEDED): (State.READY, Action.NOTHING),
-    (State.READY, Event.OPENED): (State.OPEN, Action.REPLACE),
-    (State.READY, Event.GREETED): (State.READY, Action.RESUME),
-    (State.READY, Event.ENDED): (State.CLOSED, Action.LOSE),
-    (State.READY, Event.SILENT): (State.ABSENT, Action.LOSE),
-    (State.READY, Event.DAMAGED): (State.ABSENT, Action.LOSE),
-    (State.CLOSED, Event.NEEDED): (State.RETURNING, Action.CONNECT),
-    (State.CLOSED, Event.OPENED): (State.OPEN, Action.GREET),
+    (ABSENT, NEEDED): (CONNECTING, CONNECT),
+    (ABSENT, OPENED): (OPEN, GREET),
+    (CONNECTING, NEEDED): (CONNECTING, NOTHING),
+    (CONNECTING, OPENED): (OPEN, GREET),
+    (CONNECTING, REFUSED): (ABSENT, REPORT),
+    (RETURNING, NEEDED): (RETURNING, NOTHING),
+    (RETURNING, OPENED): (OPEN, GREET),
+    (RETURNING, REFUSED): (ABSENT, REPORT),
+    (OPEN, NEEDED): (OPEN, NOTHING),
+    (OPEN, OPENED): (OPEN, REPLACE),
+    (OPEN, GREETED): (READY, RESUME),
+    (OPEN, ENDED): (CLOSED, LOSE),
+    (OPEN, SILENT): (ABSENT, LOSE),
+    (OPEN, DAMAGED): (ABSENT, LOSE),
+    (READY, NEEDED): (READY, NOTHING),
+    (READY, OPENED): (OPEN, REPLACE),
+    (READY, GREETED): (READY, RESUME),
+    (READY, ENDED): (CLOSED, LOSE),
+    (READY, SILENT): (ABSENT, LOSE),
+    (READY, DAMAGED): (ABSENT, LOSE),
+    (CLOSED, NEEDED): (RETURNING, CONNECT),
+    (CLOSED, OPENED): (OPEN, GREET),
 }
 """No other event comes in these states. A socket that was replaced makes no event."""
 

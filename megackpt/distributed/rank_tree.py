@@ -267,7 +267,7 @@ class Tree:
                 if failure.done():
                     break
                 if not step.awaited:
-                    if self.calls.is_reported(step.call):
+                    if self.calls.outcome(step.call).reported is not None:
                         await self._failed(step)  # the verdict follows the report
                     return
                 if in_vain := ended(self._waiting(step)):
@@ -448,14 +448,14 @@ class Tree:
     # Failures: reported to rank 0, which sends one verdict to all.
 
     def _failure(self, call: int) -> asyncio.Future[Verdict]:
-        failure = self.calls.failure(call)
+        failure = self.calls.outcome(call).verdict
         for forgotten in self.calls.forgotten():
             self._forget(forgotten)
         return failure
 
     def _report(self, call: int, verdict: Verdict) -> None:
         self._failure(call)
-        first = not self.calls.is_reported(call)
+        first = self.calls.outcome(call).reported is None
         merged = self.calls.report(call, verdict)
         if merged is None:
             return
@@ -470,7 +470,7 @@ class Tree:
             self._loop.call_later(seconds, lambda: self._spawn(self._settle(call)))
 
     async def _settle(self, call: int) -> None:
-        await self._spread(call, self.calls.reported(call))
+        await self._spread(call, self.calls.outcome(call).reported or Verdict({}))
 
     async def _spread(self, call: int, verdict: Verdict) -> None:
         """Send the verdict down before this rank knows it: it may end the process at once."""
@@ -478,10 +478,9 @@ class Tree:
             return
         packed = verdict.packed()
         sends = []
-        for child in self.children:
-            below = self._connections[child].link
-            if below is not None:
-                send = below.send(FAILED, call, 0, "", packed)
+        for rank, link in self._links.items():
+            if rank != self.parent:
+                send = link.send(FAILED, call, 0, "", packed)
                 sends.append(asyncio.ensure_future(send))
         if sends:
             _, late = await asyncio.wait(sends, timeout=1.0)
@@ -492,9 +491,9 @@ class Tree:
         if all(other == call or self._failure(other).done() for other in waiting):
             # TCP repeats what was lost only after long pauses, so the next call connects afresh.
             for rank, word in verdict.missing.items():
-                link = self._links.get(rank)
-                if link is not None and Reason.of(word) is Reason.SILENT:
-                    link.shut()
+                lost = self._links.get(rank)
+                if lost is not None and Reason.of(word) is Reason.SILENT:
+                    lost.shut()
                     self._on(rank, *_loss(TimeoutError("it connects afresh")))
         self.calls.fail(call, verdict)
         self._forget(call, except_kind=SENT)
@@ -580,10 +579,7 @@ class Tree:
     def _replace(self, connection: Connection, made: socket.socket) -> None:
         """Only the other end has seen the link break."""
         cast("Link", connection.link).shut()
-        steps = self._lost_steps(connection.rank)
-        self._loop.call_later(
-            _DELIVERY, self._report_lost, steps, connection.rank, Reason.BROKEN
-        )
+        self._lose_steps(connection.rank, Reason.BROKEN)
         self._greet(connection, made)
 
     def _greet(self, connection: Connection, made: socket.socket) -> None:
@@ -622,15 +618,10 @@ class Tree:
 
     def _lose(self, connection: Connection, word: str) -> None:
         connection.link = None
-        # After its last messages have reached the steps that wait for them. Steps that begin
-        # meanwhile connect afresh.
-        steps = self._lost_steps(connection.rank)
-        self._loop.call_later(
-            _DELIVERY, self._report_lost, steps, connection.rank, word
-        )
+        self._lose_steps(connection.rank, word)
 
-    def _lost_steps(self, rank: int) -> list[Step]:
-        """The steps that cannot go on without this connection."""
+    def _lose_steps(self, rank: int, word: str) -> None:
+        """Let the steps that wait for this neighbour fail, or go on."""
         lost = []
         which = "parent" if rank == self.parent else "child"
         for step in self.calls.current():
@@ -641,7 +632,9 @@ class Tree:
                 lost.append(step)
             elif recovery is Recovery.CONNECT:
                 self._loop.call_soon(self._on, rank, Event.NEEDED, step)
-        return lost
+        # After its last messages have reached the steps that wait for them. Steps that begin
+        # meanwhile connect afresh.
+        self._loop.call_later(_DELIVERY, self._report_lost, lost, rank, word)
 
     def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
         # Connected again; the messages in between may be lost.

@@ -334,7 +334,7 @@ class Job:
         yield str(past.verdict), age(past.failed), past.worked[0] > past.call
         step = tree.calls.steps.get(self.call)
         if step is not None:
-            reported = tree.calls.reported(self.call)
+            reported = tree.calls.outcome(self.call).reported
             yield (
                 step.number,
                 sorted(step.awaited),
