@@ -155,6 +155,25 @@ def test_a_message_that_is_lost_with_its_connection_is_repeated(
     assert left == [None, None]
 
 
+def test_a_rank_whose_connection_broke_is_not_named_after_it_has_worked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(3, 1, monkeypatch)
+    job.happens("go", 0)
+    job.happens("cut", 1)
+    assert job.outcomes[0] == Verdict({1: Reason.ENDED}, name="save c")
+    job.wait_for_all(TIMEOUT)
+    for _ in range(3):
+        job.happens("go", 0)
+    assert not any(job.outcomes.values())
+    job.happens("end", 2)
+    job.happens("go", 0)
+    job.wait_for_all(3 * TIMEOUT)
+    named = [verdict and verdict.missing.keys() for verdict in job.outcomes.values()]
+    job.close()
+    assert named == [{2}, {2}]
+
+
 Ends = tuple[Condition, Condition]
 """Of one link: the child's, and the parent's."""
 
