@@ -590,7 +590,7 @@ class Tree:
         self._spawn(self._read(link))
 
     async def _greeted(self, link: Link, failed: list[tuple[int, Verdict]]) -> None:
-        """A neighbour's first message: the failed calls, so that both number the next call alike."""
+        """A neighbour's first message: the failed calls. Both number the next call after these."""
         for call, verdict in failed:
             await self._spread(call, verdict)
         if self._connections[link.rank].link is link:
