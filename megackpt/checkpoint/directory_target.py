@@ -57,6 +57,7 @@ from megackpt.checkpoint.ownership import (
     refuse_collisions,
 )
 from megackpt.checkpoint.records import Record
+from megackpt.checkpoint.recovery import ACTIONS, Action, Fit, Holds, Owner, Suffix
 from megackpt.checkpoint.tables import METADATA
 from megackpt.errors import (
     CheckpointExists,
@@ -356,16 +357,19 @@ class DirectoryTarget:
         working = {owner_suffix(marker.save_id) for marker in alive}
         by_id = {marker.save_id: marker for marker in here}
         for sibling in found:
-            published = by_id.get(sibling.save_id)
-            owner = sibling.suffix or owner_suffix(sibling.save_id)
-            is_staging = unpublished[sibling.entry] is not None
-            if is_staging and sibling.save_id == spared:
-                continue
+            owner, holds, fit = Owner.DEAD, Holds.MARKER, Fit.SPARE
+            suffix = _kind(sibling.suffix)
+            took = sibling.suffix or owner_suffix(sibling.save_id)
+            if took in working and suffix is not Suffix.OLD:
+                owner = Owner.ALIVE
             try:
-                if not is_staging and self._goes_back(sibling, published):
-                    self._put_back(sibling, published is not None)
-                elif owner not in working or (is_staging and sibling.suffix):
-                    self._remove_sibling(sibling)
+                if unpublished[sibling.entry] is None:
+                    holds = Holds.CHECKPOINT
+                    fit = self._fit(sibling, by_id.get(sibling.save_id))
+                elif sibling.save_id == spared:
+                    continue
+                action = ACTIONS[holds, suffix, owner, fit]
+                _FUNCTIONS[action](self, sibling)
             except (CheckpointingException, FileNotFoundError) as error:
                 # A leftover does not stop a save.
                 logger.warning(
@@ -434,30 +438,35 @@ class DirectoryTarget:
             return True  # of an earlier save of this id: the new one has no marker yet
         return marker.is_dead(abandoned)
 
-    def _goes_back(self, sibling: Sibling, published: Marker | None) -> bool:
+    def _fit(self, sibling: Sibling, published: Marker | None) -> Fit:
         """Does this directory hold the checkpoint that belongs in the target?"""
         folder = self._folder(sibling.entry)
-        if folder is None or sibling.suffix not in ("", ASIDE):
-            return False
+        if folder is None or _kind(sibling.suffix) is Suffix.TAKEN:
+            return Fit.SPARE
         if published is not None:
             exchanged = not sibling.suffix and not published.removes
-            return exchanged and version(folder) != published.base
+            if exchanged and version(folder) != published.base:
+                return Fit.CHANGED
+            return Fit.SPARE
         target = self._folder(self.name)
         if target is not None and is_replaceable(target):
-            return False
-        return sibling.suffix == ASIDE or is_replaceable(folder)
+            return Fit.SPARE
+        if sibling.suffix == ASIDE or is_replaceable(folder):
+            return Fit.NEEDED
+        return Fit.SPARE
 
-    def _put_back(self, sibling: Sibling, exchanged: bool) -> None:
-        """Undo the publication of a save that died in it, or that found an unexpected version."""
-        logger.warning(
-            "%s: going back to the checkpoint that an interrupted save moved to %s",
-            self.location,
-            sibling.entry,
-        )
-        if exchanged:
-            self.outer.exchange(sibling.entry, self.name)
-            self._remove_sibling(sibling)
-            return
+    def _leave(self, sibling: Sibling) -> None:
+        """A save that may be alive needs it."""
+
+    def _exchange_back(self, sibling: Sibling) -> None:
+        """Undo the publication of a save that found an unexpected version."""
+        self._warn_of(sibling)
+        self.outer.exchange(sibling.entry, self.name)
+        self._remove_sibling(sibling)
+
+    def _rename_back(self, sibling: Sibling) -> None:
+        """Undo the publication of a save that died in it."""
+        self._warn_of(sibling)
         target = self._folder(self.name)
         if target is not None:
             # Another process has made the directory again. Move its entries.
@@ -465,6 +474,13 @@ class DirectoryTarget:
                 self._move(f"{self.name}/{entry}", f"{sibling.entry}/{entry}")
             self.outer.remove_folder(self.name)
         self.outer.rename_new(sibling.entry, self.name)
+
+    def _warn_of(self, sibling: Sibling) -> None:
+        logger.warning(
+            "%s: going back to the checkpoint that an interrupted save moved to %s",
+            self.location,
+            sibling.entry,
+        )
 
     def _take_from_others(self, save_id: str) -> None:
         """Rename the directories of all other saves, so that none of them can commit."""
@@ -680,3 +696,17 @@ def free_name(storage: LocalStorage, name: str) -> str:
         number += 1
         free = f"{name}.old{number}"
     return free
+
+
+_FUNCTIONS = {
+    Action.LEAVE: DirectoryTarget._leave,
+    Action.REMOVE: DirectoryTarget._remove_sibling,
+    Action.EXCHANGE: DirectoryTarget._exchange_back,
+    Action.RENAME: DirectoryTarget._rename_back,
+}
+
+
+def _kind(suffix: str) -> Suffix:
+    if suffix == ASIDE:
+        return Suffix.OLD
+    return Suffix.TAKEN if suffix else Suffix.NONE

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import OrderedDict
 from weakref import WeakValueDictionary
 
-from megackpt.distributed.messages import GAVE_UP, REFUSED, Payload, Step, Verdict
+from megackpt.distributed.diagnosis import Past, explained, merged
+from megackpt.distributed.messages import Payload, Reason, Step, Verdict
 
 _REMEMBERED = 64  # calls
+
+
+class Outcome:
+    """What a rank knows of the failure of one call."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.verdict: asyncio.Future[Verdict] = loop.create_future()
+        self.failed = math.inf
+        self.reported: Verdict | None = None
+        """The reports of this rank and the ranks below, until there is a verdict."""
 
 
 class Calls:
@@ -25,10 +37,10 @@ class Calls:
         """By call: the step in which this rank is, or was last."""
         self.names: OrderedDict[int, str] = OrderedDict()
         """By call: its name, which says its purpose."""
-        self.failed_at: dict[int, float] = {}
         self._last = 0
         self._refused: set[int] = set()
-        self._failures: OrderedDict[int, asyncio.Future[Verdict]] = OrderedDict()
+        self._outcomes: OrderedDict[int, Outcome] = OrderedDict()
+        self._worked = 0, 0.0
         self._loop = loop
 
     # Called by other threads.
@@ -48,10 +60,15 @@ class Calls:
 
     def verdict(self, call: int) -> Verdict | None:
         """Why this call has failed, if it has."""
-        failure = self._failures.get(call)
-        if failure is None or not failure.done():
+        outcome = self._outcomes.get(call)
+        if outcome is None or not outcome.verdict.done():
             return None
-        return failure.result()
+        return outcome.verdict.result()
+
+    def failed_at(self, call: int) -> float:
+        """When this rank knew of the failure; infinite if it does not."""
+        outcome = self._outcomes.get(call)
+        return math.inf if outcome is None else outcome.failed
 
     def other_failed(self, call: int, name: str) -> bool:
         """Whether another call has failed under this number: this rank has left that one out."""
@@ -60,7 +77,7 @@ class Calls:
 
     def last_failure(self) -> int:
         """The highest number of a call that has failed, or 0."""
-        failed = [call for call in tuple(self._failures) if self.verdict(call)]
+        failed = [call for call in tuple(self._outcomes) if self.verdict(call)]
         return max(failed, default=0)
 
     # Called by the thread of the event loop.
@@ -79,32 +96,60 @@ class Calls:
         """How this rank has left a call that it had started; empty if it has not left the call."""
         if call > self._last or call in self.steps:
             return ""
-        return REFUSED if call in self._refused else GAVE_UP
+        return Reason.REFUSED if call in self._refused else Reason.GAVE_UP
+
+    def worked(self, call: int) -> None:
+        """A step of this call has messages of all ranks."""
+        self._worked = call, time.monotonic()
+
+    def report(self, call: int, verdict: Verdict) -> Verdict | None:
+        """Merge a report with the earlier ones. Returns None if it holds no news."""
+        outcome = self.outcome(call)
+        if outcome.verdict.done():
+            return None
+        found = explained(verdict, self._past(), time.monotonic())
+        known = outcome.reported
+        both = merged(known or Verdict({}), found, self.names.get(call))
+        if both == known:
+            return None
+        outcome.reported = both
+        return both
 
     def fail(self, call: int, verdict: Verdict) -> None:
-        if not self.failure(call).done():
-            self.failed_at[call] = time.monotonic()
-            self.failure(call).set_result(verdict)
-
-    def failure(self, call: int) -> asyncio.Future[Verdict]:
-        return self._failures.setdefault(call, self._loop.create_future())
+        outcome = self.outcome(call)
+        if not outcome.verdict.done():
+            outcome.failed, outcome.reported = time.monotonic(), None
+            outcome.verdict.set_result(verdict)
 
     def forgotten(self) -> list[int]:
         """Remove the oldest failures; returns their calls."""
         removed = []
-        while len(self._failures) > _REMEMBERED:
-            oldest = next(iter(self._failures))
+        while len(self._outcomes) > _REMEMBERED:
+            oldest = next(iter(self._outcomes))
             if self.steps.get(oldest):
                 break  # a step of it still waits
-            del self._failures[oldest]
+            del self._outcomes[oldest]
             self._refused.discard(oldest)
-            self.failed_at.pop(oldest, None)
             removed.append(oldest)
         return removed
 
+    def outcome(self, call: int) -> Outcome:
+        """The record of this call. Only the thread of the event loop may ask for one."""
+        if call not in self._outcomes:
+            self._outcomes[call] = Outcome(self._loop)
+        return self._outcomes[call]
+
+    def _past(self) -> Past:
+        last = Past(0, Verdict({}), 0.0, self._worked)
+        for call, outcome in self._outcomes.items():
+            verdict = self.verdict(call)
+            if verdict and verdict.missing and outcome.failed >= last.failed:
+                last = Past(call, verdict, outcome.failed, self._worked)
+        return last
+
     def failed(self) -> bytes:
         """All failures, for a neighbour that connects."""
-        known = [(call, self.verdict(call)) for call in self._failures]
+        known = [(call, self.verdict(call)) for call in self._outcomes]
         return json.dumps([pair for pair in known if pair[1] is not None]).encode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 import socket
 import struct
@@ -31,19 +32,33 @@ HELLO = 10
 """The kind of the first message on each connection of the tree: the calls that have failed."""
 _KINDS = {*range(FAILED + 1), HELLO}
 
-ENDED = "did not answer: its process has ended"
-BROKEN = "did not answer: its connection broke"
-GAVE_UP = "gave it up"
-REFUSED = (
-    "began one while another thread of its process was at work over the same group, "
-    "and was refused"
-)
-CONSEQUENCES = (ENDED, BROKEN, GAVE_UP)
-SILENT = "did not answer: its process is stopped, or its host is cut off"
-ABSENT = "did not answer: it has not connected (it has not called this, or is still starting)"
-SLOW = (
-    "did not answer in time: its process is alive, so it is slow or in no save or load"
-)
+
+class Reason(enum.StrEnum):
+    """Why a rank is missing. The word for a rank begins with one of these texts."""
+
+    ENDED = "did not answer: its process has ended"
+    BROKEN = "did not answer: its connection broke"
+    GAVE_UP = "gave it up"
+    REFUSED = (
+        "began one while another thread of its process was at work over the same group, "
+        "and was refused"
+    )
+    SILENT = "did not answer: its process is stopped, or its host is cut off"
+    ABSENT = (
+        "did not answer: it has not connected (it has not called this, or is still "
+        "starting)"
+    )
+    SLOW = (
+        "did not answer in time: its process is alive, so it is slow or in no save or "
+        "load"
+    )
+    OTHER = ""
+    """Of a rank that has failed by itself: the word is its exit reason."""
+
+    @classmethod
+    def of(cls, word: str) -> Reason:
+        return next(reason for reason in cls if word.startswith(reason))
+
 
 _HEADER = struct.Struct("!BHQQQ")  # kind, length of the label, call, number, length
 
@@ -98,6 +113,8 @@ class Step:
     warned: bool = False
     awaited: set[int] = field(default_factory=set)
     """The neighbours for which this rank waits now."""
+    gave: bool = False
+    """Whether this rank has sent its part. The answer then holds the parts of all ranks."""
     sent: dict[int, tuple[int, Payload]] = field(default_factory=dict)
     """In a first step: the last message to each neighbour, to be repeated if it was lost."""
     questions: dict[int, float] = field(default_factory=dict)
@@ -131,6 +148,10 @@ class Verdict(NamedTuple):
     text: str = ""
     name: str | None = ""
     """What the call was to do. None: the ranks were in different ones."""
+
+    @property
+    def reasons(self) -> set[Reason]:
+        return {Reason.of(word) for word in self.missing.values()}
 
     def packed(self) -> bytes:
         return json.dumps(self).encode()

@@ -6,7 +6,6 @@ other's addresses in the job's store.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -28,8 +27,8 @@ from megackpt.distributed.group import (
     SingleGroup,
 )
 from megackpt.distributed.messages import (
-    GAVE_UP,
     CallFailed,
+    Reason,
     Step,
     Verdict,
     join,
@@ -247,7 +246,7 @@ class ProcessGroup(RankGroup):
 
     @property
     def lost_at(self) -> float:
-        return self._tree.calls.failed_at.get(self.call, math.inf)
+        return self._tree.calls.failed_at(self.call)
 
     def __enter__(self) -> ProcessGroup:
         return self
@@ -314,7 +313,7 @@ class ProcessGroup(RankGroup):
                 return cast("T", value)
 
     def give_up(self) -> None:
-        self.run(self._tree.fail(self.call, Verdict({self.rank: GAVE_UP})))
+        self.run(self._tree.fail(self.call, Verdict({self.rank: Reason.GAVE_UP})))
 
     def confirm(self) -> None:
         self.run(self._tree.confirm(self.step), "commit")

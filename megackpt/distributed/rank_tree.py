@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import os
 import socket
-import threading
 import time
 from collections.abc import (
     Awaitable,
@@ -26,36 +23,37 @@ from collections.abc import (
 from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import replace
-from selectors import PollSelector
 from typing import Any, TypeVar, cast
-from weakref import WeakSet
 
 from megackpt import limits
 from megackpt.distributed.calls import Calls, failures_in
+from megackpt.distributed.connection import Connection
+from megackpt.distributed.connection_states import (
+    AFTER_LOSS,
+    Action,
+    Event,
+    Recovery,
+    State,
+)
+from megackpt.distributed.control_thread import running_loop, trees
+from megackpt.distributed.diagnosis import Waiting, ended, missing
 from megackpt.distributed.messages import (
-    ABSENT,
     ASK,
-    BROKEN,
     CONFIRM,
     CONFIRMED,
-    CONSEQUENCES,
     DATA,
-    ENDED,
     FAILED,
     GATHERED,
-    GAVE_UP,
     HELLO,
     LINK,
-    REFUSED,
     REPORT,
     SENT,
-    SILENT,
-    SLOW,
     STATE,
     CallFailed,
     Link,
     Message,
     Payload,
+    Reason,
     Step,
     Verdict,
     children_of,
@@ -81,9 +79,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.distributed")
 
-_RETURN_SECONDS = 5.0
-"""In the first step of a call a rank has this time to connect again, if its last connection was
-closed. Both ends close a connection to a silent rank."""
 _DELIVERY = 0.02
 """Seconds until the steps that wait have taken the last messages of a connection that is lost."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
@@ -91,8 +86,6 @@ _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
 _CROSSED_SECONDS = 2.0
 """Two ranks that wait for each other in different calls for so long report it. A rank that was
 stopped may say so once, before it has read the message that it waits for."""
-_CAUSE_SECONDS = 5.0
-_NAMED = 64  # ranks that one answer names
 _MOST_ARRIVALS = 1 << 14
 """Messages and connections that are awaited, or came before their steps."""
 
@@ -102,23 +95,20 @@ class Tree:
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         self.rank, self.size, self.store = rank, size, store
-        self._loop = _running_loop()
+        self._loop = running_loop()
         self.parent = parent_of(rank) if rank else None
         self.children = children_of(rank, size)
         self.calls = Calls(self._loop)
         self.counts = {"messages": 0, "bytes": 0}
         """What this rank has sent."""
-        self._links: dict[int, Link] = {}
+        neighbours = [*self.children, *([] if self.parent is None else [self.parent])]
+        self._connections = {each: Connection(each, self._loop) for each in neighbours}
         self._arrivals: dict[tuple[int, int, int, int], asyncio.Future[Any]] = {}
-        self._reports: dict[int, Verdict] = {}
-        self._ended: dict[int, tuple[str, float]] = {}  # and when
-        self._cause, self._failed_at = Verdict({}), -math.inf
         self._listener = Listener(self._on_greeting)
         self._has_address = False
         self._address: Address | None = None  # of the parent, where it was last
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._connecting = False
-        _trees.add(self)
+        trees.add(self)
 
     # Called by other threads.
 
@@ -134,6 +124,12 @@ class Tree:
         links = [link.socket for link in self._links.values()]
         return links + self._listener.sockets
 
+    @property
+    def _links(self) -> dict[int, Link]:
+        """The open links, by neighbour."""
+        found = [connection.link for connection in self._connections.values()]
+        return {link.rank: link for link in found if link is not None}
+
     # The steps.
 
     async def gather(
@@ -146,7 +142,9 @@ class Tree:
         arrived = await self._collect(step, GATHERED, self.children, step.timeout)
         merged = merge([own, *arrived])
         if self.parent is None:
+            self.calls.worked(step.call)
             return merged
+        step.gave = True
         await self._send(step, {self.parent: merged}, GATHERED)
         return None
 
@@ -179,7 +177,7 @@ class Tree:
         if self.parent is None:
             await self._settle(call)
             return
-        link = self._links.get(self.parent)
+        link = self._connections[self.parent].link
         if link is not None:  # to be behind the report
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -228,13 +226,12 @@ class Tree:
     async def _guard(self, step: Step, rank: int, work: Awaitable[None]) -> None:
         """Wait for an exchange of bytes, while the tree shows which ranks are at work."""
         task = asyncio.ensure_future(work)
-        neighbours = {*self.children, *([] if self.parent is None else [self.parent])}
         try:
             # The step begins again with each piece.
-            await self._watch(step, {task: neighbours}, step.timeout)
+            await self._watch(step, {task: {*self._connections}}, step.timeout)
             task.result()
         except (OSError, EOFError) as error:
-            self._report(step.call, Verdict({rank: f"{BROKEN} ({error})"}))
+            self._report(step.call, Verdict({rank: f"{Reason.BROKEN} ({error})"}))
             await self._failed(step)
         finally:
             task.cancel()
@@ -242,11 +239,11 @@ class Tree:
     async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
         """Wait until these neighbours are connected. Children connect by themselves."""
         seconds = max(step.timeout, step.elapsed + 2)
-        if self.parent in ranks:
+        if self.parent is not None and self.parent in ranks:
             seconds = 2 * step.timeout
-            self._reach_parent(step)
+            self._on(self.parent, Event.NEEDED, step)
         self._listen_for_children()
-        waits = {self._arrival((r, LINK, 0, 0)): {r} for r in ranks}
+        waits = {self._connections[rank].ready: {rank} for rank in ranks}
         await self._watch(step, waits, seconds)
 
     async def _watch(
@@ -270,11 +267,11 @@ class Tree:
                 if failure.done():
                     break
                 if not step.awaited:
-                    if step.call in self._reports:
+                    if self.calls.outcome(step.call).reported is not None:
                         await self._failed(step)  # the verdict follows the report
                     return
-                if ended := self._ended_in(step):
-                    self._report(step.call, Verdict(ended))
+                if in_vain := ended(self._waiting(step)):
+                    self._report(step.call, Verdict(in_vain))
                 elif step.elapsed > seconds:
                     self._report(step.call, self._missing(step))
                 left = seconds - step.elapsed
@@ -292,16 +289,6 @@ class Tree:
         finally:
             step.awaited = set()
 
-    def _ended_in(self, step: Step) -> dict[int, str]:
-        """Those for which a step waits in vain. In the first one they may connect again."""
-        since = time.monotonic() - _RETURN_SECONDS
-        ended = {}
-        for rank in step.awaited & self._ended.keys():
-            word, at = self._ended[rank]
-            if step.number > 1 or max(at, step.began) < since:
-                ended[rank] = word
-        return ended
-
     async def _failed(self, step: Step) -> None:
         await asyncio.wait([self._failure(step.call)])
         raise CallFailed(self._failure(step.call).result())
@@ -312,7 +299,10 @@ class Tree:
         if not self._arrival((parent[0], SENT, step.call, step.number)).done():
             await self._link_to(step, parent)
         # Rank 0 itself waits for the others before it answers.
-        return (await self._collect(step, SENT, parent, 2 * step.timeout))[0]
+        (answer,) = await self._collect(step, SENT, parent, 2 * step.timeout)
+        if step.gave:
+            self.calls.worked(step.call)
+        return answer
 
     async def _send(
         self, step: Step, payloads: Mapping[int, Payload], kind: int
@@ -320,7 +310,7 @@ class Tree:
         async def send(rank: int, payload: Payload) -> None:
             if step.number == 1:
                 step.sent[rank] = kind, payload
-            link = self._links.get(rank)
+            link = self._connections[rank].link
             if link is not None:  # else its loss is reported
                 with suppress(OSError):
                     await link.send(kind, step.call, step.number, step.label, payload)
@@ -386,7 +376,7 @@ class Tree:
             return
         step.asked = now
         for rank in step.awaited - step.questions.keys():
-            link = self._links.get(rank)
+            link = self._connections[rank].link
             if link is not None:
                 step.questions[rank] = now
                 self._spawn(link.send(ASK, step.call, step.number, step.label))
@@ -399,40 +389,35 @@ class Tree:
             return Verdict({self.rank: left})
         if step is not None and step.number == number:
             if self._differs(step, asking, label) or not step.awaited:
-                return Verdict({self.rank: SLOW})
+                return Verdict({self.rank: Reason.SLOW})
             return self._missing(step, asking)
         if step is not None and step.number > number:
             return Verdict({})
         for other in self.calls.current():
             if other.call != call and other.awaited:
                 if asking in other.awaited:
-                    return Verdict({self.rank: SLOW}, other.label)
-                missing = self._missing(other, asking).missing
-                return Verdict(missing or {self.rank: SLOW})
-        return Verdict({self.rank: SLOW})
+                    return Verdict({self.rank: Reason.SLOW}, other.label)
+                found = self._missing(other, asking).missing
+                return Verdict(found or {self.rank: Reason.SLOW})
+        return Verdict({self.rank: Reason.SLOW})
 
     def _missing(self, step: Step, asking: int | None = None) -> Verdict:
         """The ranks for which this one waits in a step, as far as its neighbours know."""
-        missing: dict[int, str] = {}
-        now = time.monotonic()
-        for rank in step.awaited - {asking}:
-            link = self._links.get(rank)
-            if link is None:
-                missing[rank], _ = self._ended.get(rank, (ABSENT, 0.0))
-            elif now - max(link.heard, step.began) > 3 * step.pause + 0.2:
-                missing[rank] = SILENT
-            elif link.state is not None and link.state[:2] == (step.call, step.number):
-                missing |= link.state[2].missing
-            else:
-                missing[rank] = SLOW
-            if len(missing) > _NAMED:
-                break
-        if ABSENT in missing.values() and self.store.is_silent(step.timeout):
+        found = missing(self._waiting(step), asking)
+        if Reason.ABSENT in found.values() and self.store.is_silent(step.timeout):
             return Verdict({}, STORE_SILENT)
-        missing.pop(self.rank, None)
-        if not missing and asking is None:
-            missing = dict.fromkeys(step.awaited, SLOW)
-        return Verdict(missing)
+        return Verdict(found)
+
+    def _waiting(self, step: Step) -> Waiting:
+        neighbours = (self._connections[rank].seen(step) for rank in step.awaited)
+        return Waiting(
+            self.rank,
+            step.number <= 1,
+            step.began,
+            step.pause,
+            time.monotonic(),
+            tuple(neighbours),
+        )
 
     def _differs(self, step: Step, rank: int, label: str) -> bool:
         """Whether a neighbour is in another step, which is reported."""
@@ -454,52 +439,38 @@ class Tree:
             return
         if after > 0:
             step.warned = True
-            missing = self._missing(step)
-            whom = missing.text
-            if missing.missing:
-                whom = name_ranks(missing.missing)
+            found = self._missing(step)
+            whom = found.text
+            if found.missing:
+                whom = name_ranks(found.missing)
             warn(self.rank, step.stage, whom, step.operation, step.path, step.timeout)
 
     # Failures: reported to rank 0, which sends one verdict to all.
 
     def _failure(self, call: int) -> asyncio.Future[Verdict]:
-        failure = self.calls.failure(call)
+        failure = self.calls.outcome(call).verdict
         for forgotten in self.calls.forgotten():
             self._forget(forgotten)
         return failure
 
     def _report(self, call: int, verdict: Verdict) -> None:
-        if self._failure(call).done():
+        self._failure(call)
+        first = self.calls.outcome(call).reported is None
+        merged = self.calls.report(call, verdict)
+        if merged is None:
             return
-        words = verdict.missing.values()
-        if words and all(word.startswith(CONSEQUENCES) for word in words):
-            # Ranks that have raised for an earlier failure may end, or give up other calls.
-            causes = self._cause.missing.values()
-            lately = time.monotonic() - self._failed_at < _CAUSE_SECONDS
-            if any(cause.startswith(ENDED) for cause in causes) or (
-                lately and not all(cause.startswith(CONSEQUENCES) for cause in causes)
-            ):
-                verdict = self._cause._replace(name=verdict.name)
-        first = call not in self._reports
-        known = self._reports.setdefault(call, Verdict({}))
-        name: str | None = None
-        if None not in (known.name, verdict.name):
-            name = self.calls.names.get(call, known.name or verdict.name)
-        missing = verdict.missing | known.missing
-        merged = Verdict(missing, known.text or verdict.text, name)
-        if merged == known and not first:
-            return
-        self._reports[call] = merged
         seconds = _GRACE
-        if self.parent is not None and self.parent in self._links:
-            link = self._links[self.parent]
+        link = None
+        if self.parent is not None:
+            link = self._connections[self.parent].link
+        if link is not None:
             self._spawn(link.send(REPORT, call, 0, "", merged.packed()))
             seconds = _VERDICT_SECONDS
         if first:
             self._loop.call_later(seconds, lambda: self._spawn(self._settle(call)))
 
     async def _settle(self, call: int) -> None:
-        await self._spread(call, self._reports.get(call, Verdict({})))
+        await self._spread(call, self.calls.outcome(call).reported or Verdict({}))
 
     async def _spread(self, call: int, verdict: Verdict) -> None:
         """Send the verdict down before this rank knows it: it may end the process at once."""
@@ -507,9 +478,9 @@ class Tree:
             return
         packed = verdict.packed()
         sends = []
-        for child in self.children:
-            if child in self._links:
-                send = self._links[child].send(FAILED, call, 0, "", packed)
+        for rank, link in self._links.items():
+            if rank != self.parent:
+                send = link.send(FAILED, call, 0, "", packed)
                 sends.append(asyncio.ensure_future(send))
         if sends:
             _, late = await asyncio.wait(sends, timeout=1.0)
@@ -520,20 +491,16 @@ class Tree:
         if all(other == call or self._failure(other).done() for other in waiting):
             # TCP repeats what was lost only after long pauses, so the next call connects afresh.
             for rank, word in verdict.missing.items():
-                link = self._links.get(rank)
-                if link is not None and word.startswith(SILENT):
-                    link.shut()
-                    self._lose(link, TimeoutError("it connects afresh"))
-        if verdict.missing:
-            self._cause, self._failed_at = verdict, time.monotonic()
+                lost = self._links.get(rank)
+                if lost is not None and Reason.of(word) is Reason.SILENT:
+                    lost.shut()
+                    self._on(rank, *_loss(TimeoutError("it connects afresh")))
         self.calls.fail(call, verdict)
-        self._reports.pop(call, None)
         self._forget(call, except_kind=SENT)
 
     def _forget(self, call: int, except_kind: int | None = None) -> None:
         for key in tuple(self._arrivals):
-            # Connections are of no call; a damaged message may name a call 0.
-            if key[2] == call and key[1] not in (LINK, except_kind):
+            if key[2] == call and key[1] != except_kind:
                 _close_unused(self._arrivals.pop(key))
 
     # Connections.
@@ -550,52 +517,56 @@ class Tree:
             self._has_address = True
             self._spawn(publish())
 
-    def _reach_parent(self, step: Step) -> None:
-        parent = self.parent
-        if parent is None or parent in self._links or self._connecting:
-            return
-        self._connecting = True
-        known, _ = self._ended.pop(parent, ("", 0.0))
-        self._spawn(self._connect(step, known))
+    def _on(self, rank: int, event: Event, *given: Any) -> None:
+        """An event happens to a connection."""
+        connection = self._connections[rank]
+        action = connection.on(event)
+        if action is not Action.NOTHING:
+            _ACTIONS[action](self, connection, *given)
 
-    async def _connect(self, step: Step, known: str) -> None:
-        """Connect to the parent; where that fails, the call fails. ``known``: how it has ended."""
-        parent = cast("int", self.parent)
+    def _connect(self, connection: Connection, step: Step) -> None:
+        self._spawn(self._connect_to_parent(connection, step))
+
+    async def _connect_to_parent(self, connection: Connection, step: Step) -> None:
+        parent = connection.rank
         patience = limits.CONNECT_SECONDS
-        if known:
+        if connection.condition.state is State.RETURNING:
             patience = 0.0
-        why = Verdict({parent: ABSENT})
+        why = Verdict({parent: Reason.ABSENT})
         try:
             async with asyncio.timeout(max(0.0, 2 * step.timeout - step.elapsed)):
                 token = await self.store.token()
-                while parent not in self._links:
+                while connection.link is None:
                     # The store's client may be silent long after a cut.
                     known_address, self._address = self._address, None
                     address = known_address or await self.store.find(parent)
                     try:
                         made = await connect(address, token, LINK, self.rank, 0, 0)
                     except OSError as error:
-                        why = Verdict({parent: f"{known or ENDED} ({error})"})
+                        why = Verdict({parent: f"{Reason.ENDED} ({error})"})
                         if step.elapsed > patience:
                             raise
                         await asyncio.sleep(_GRACE)
                     else:
                         self._address = address
-                        self._add_link(parent, made)
+                        self._on(parent, Event.OPENED, made)
         except StoreLost as error:
-            self._report(step.call, Verdict({}, str(error)))
+            why = Verdict({}, str(error))
         except OSError:  # and TimeoutError
             if self.store.is_silent(step.timeout):
                 why = Verdict({}, STORE_SILENT)
-            self._report(step.call, why)
         finally:
-            self._connecting = False
+            if connection.link is None:
+                self._on(parent, Event.REFUSED, step, why)
+
+    def _report_unreachable(self, _: Connection, step: Step, why: Verdict) -> None:
+        self._report(step.call, why)
 
     def _on_greeting(
         self, accepted: socket.socket, kind: int, rank: int, call: int, number: int
     ) -> None:
         if kind == LINK and rank in self.children:
-            self._add_link(rank, accepted)
+            self._on(rank, Event.OPENED, accepted)
         elif (
             kind == DATA
             and self.calls.verdict(call) is None
@@ -605,30 +576,32 @@ class Tree:
         else:
             accepted.close()
 
-    def _add_link(self, rank: int, connection: socket.socket) -> None:
-        if rank in self._links:
-            self._links[rank].shut()
-            # Only the other end has seen it break.
-            steps = self._steps_lost_with(rank)
-            self._loop.call_later(_DELIVERY, self._report_lost, steps, rank, BROKEN)
-        link = self._links[rank] = Link(rank, connection)
-        self._ended.pop(rank, None)
+    def _replace(self, connection: Connection, made: socket.socket) -> None:
+        """Only the other end has seen the link break."""
+        cast("Link", connection.link).shut()
+        self._lose_steps(connection.rank, Reason.BROKEN)
+        self._greet(connection, made)
+
+    def _greet(self, connection: Connection, made: socket.socket) -> None:
+        link = connection.link = Link(connection.rank, made)
         for step in self.calls.current():
-            step.questions.pop(rank, None)
+            step.questions.pop(link.rank, None)
         self._spawn(link.send(HELLO, 0, 0, "", self.calls.failed()))
         self._spawn(self._read(link))
 
     async def _greeted(self, link: Link, failed: list[tuple[int, Verdict]]) -> None:
-        """A neighbour's first message: what has failed, so that both number the next call alike."""
+        """A neighbour's first message: the failed calls. Both number the next call after these."""
         for call, verdict in failed:
             await self._spread(call, verdict)
+        if self._connections[link.rank].link is link:
+            self._on(link.rank, Event.GREETED)
+
+    def _resume(self, connection: Connection) -> None:
+        link = cast("Link", connection.link)
         for step in self.calls.current():
             if step.number == 1 and link.rank in step.sent:
                 kind, sent = step.sent[link.rank]
                 self._spawn(link.send(kind, step.call, 1, step.label, sent))
-        arrival = self._arrival((link.rank, LINK, 0, 0))
-        if self._links.get(link.rank) is link and not arrival.done():
-            arrival.set_result(None)
 
     async def _read(self, link: Link) -> None:
         try:
@@ -640,41 +613,33 @@ class Tree:
                 logger.warning(
                     "a message of rank %d cannot be read: %r", link.rank, error
                 )
-            if self._links.get(link.rank) is link:
-                self._lose(link, error)
+            if self._connections[link.rank].link is link:
+                self._on(link.rank, *_loss(error))
 
-    def _lose(self, link: Link, error: Exception) -> None:
-        del self._links[link.rank]
-        greeted = self._arrival((link.rank, LINK, 0, 0))
-        if greeted.done():  # else a step waits for it, and for the next connection
-            del self._arrivals[link.rank, LINK, 0, 0]
-        word = ENDED
-        if isinstance(error, (EOFError, ConnectionError)):
-            self._ended[link.rank] = word, time.monotonic()
-        elif isinstance(error, OSError):  # a host that is silent; it may connect again
-            word = f"{SILENT} ({error})"
-        else:
-            word = f"{BROKEN} ({error!r})"
-        # After its last messages have reached the steps that wait for them. Steps that begin
-        # meanwhile connect afresh.
-        steps = self._steps_lost_with(link.rank)
-        self._loop.call_later(_DELIVERY, self._report_lost, steps, link.rank, word)
+    def _lose(self, connection: Connection, word: str) -> None:
+        connection.link = None
+        self._lose_steps(connection.rank, word)
 
-    def _steps_lost_with(self, rank: int) -> list[Step]:
-        """The steps that cannot go on without this connection. First ones connect again."""
+    def _lose_steps(self, rank: int, word: str) -> None:
+        """Let the steps that wait for this neighbour fail, or go on."""
         lost = []
+        which = "parent" if rank == self.parent else "child"
         for step in self.calls.current():
             if rank not in step.awaited:
                 continue
-            if step.number > 1:
+            recovery = AFTER_LOSS["first" if step.number <= 1 else "later", which]
+            if recovery is Recovery.FAIL:
                 lost.append(step)
-            elif rank == self.parent:
-                self._loop.call_soon(self._reach_parent, step)
-        return lost
+            elif recovery is Recovery.CONNECT:
+                self._loop.call_soon(self._on, rank, Event.NEEDED, step)
+        # After its last messages have reached the steps that wait for them. Steps that begin
+        # meanwhile connect afresh.
+        self._loop.call_later(_DELIVERY, self._report_lost, lost, rank, word)
 
     def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
-        if rank in self._links:  # connected again; the messages in between may be lost
-            word = BROKEN
+        # Connected again; the messages in between may be lost.
+        if self._connections[rank].link is not None:
+            word = Reason.BROKEN
         for step in steps:
             if rank in step.awaited:
                 self._report(step.call, Verdict({rank: word}))
@@ -696,7 +661,7 @@ class Tree:
         elif kind == REPORT:
             verdict = Verdict.unpacked(payload, self.size)
             # Of a broken connection the coordinator, and the ranks above, name the other end.
-            if verdict.missing.get(self.rank) == BROKEN:
+            if verdict.missing.get(self.rank) == Reason.BROKEN:
                 verdict.missing[link.rank] = verdict.missing.pop(self.rank)
             self._report(call, verdict)
         elif kind == FAILED:
@@ -716,7 +681,7 @@ class Tree:
         if step is None or step.number != number:
             return
         asked = step.questions.pop(rank, 0.0)
-        if state.missing.get(rank) in (GAVE_UP, REFUSED):
+        if state.missing.get(rank) in (Reason.GAVE_UP, Reason.REFUSED):
             # After its last messages have reached the step.
             self._loop.call_later(_DELIVERY, self._report_left, step, rank, state)
         if not state.text or rank not in step.awaited:
@@ -741,6 +706,8 @@ class Tree:
         task = self._loop.create_task(contained())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before it begins leaves its work.
+        task.add_done_callback(lambda _: work.close())
 
     def _close(self) -> None:
         for task in tuple(self._tasks):
@@ -752,46 +719,26 @@ class Tree:
             _close_unused(arrival)
 
 
+_ACTIONS: dict[Action, Callable[..., None]] = {
+    Action.CONNECT: Tree._connect,
+    Action.GREET: Tree._greet,
+    Action.REPLACE: Tree._replace,
+    Action.RESUME: Tree._resume,
+    Action.LOSE: Tree._lose,
+    Action.REPORT: Tree._report_unreachable,
+}
+
+
+def _loss(error: Exception) -> tuple[Event, str]:
+    """The event that the error of a link is, and the word for its rank."""
+    if isinstance(error, (EOFError, ConnectionError)):
+        return Event.ENDED, Reason.ENDED
+    if isinstance(error, OSError):  # a host that is silent; it may connect again
+        return Event.SILENT, f"{Reason.SILENT} ({error})"
+    return Event.DAMAGED, f"{Reason.BROKEN} ({error!r})"
+
+
 def _close_unused(arrival: asyncio.Future[Any]) -> None:
     """Close a connection that no step has taken."""
     if arrival.done() and isinstance(arrival.result(), socket.socket):
         arrival.result().close()
-
-
-_trees: WeakSet[Tree] = WeakSet()
-_loop: asyncio.AbstractEventLoop | None = None
-_starting = threading.Lock()
-
-
-def _running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process, on a thread of its own."""
-    global _loop  # noqa: PLW0603
-    with _starting:
-        if _loop is None:
-            # poll keeps no state in the kernel that a forked process would share.
-            loop = asyncio.SelectorEventLoop(PollSelector())
-            threading.Thread(
-                target=loop.run_forever, name="megackpt-control", daemon=True
-            ).start()
-            _loop = loop
-        return _loop
-
-
-_of_parents: list[asyncio.AbstractEventLoop] = []
-
-
-def _forked() -> None:
-    """In a forked child: close its copies, so that others notice the end of the parent."""
-    global _loop, _starting  # noqa: PLW0603
-    _starting = threading.Lock()
-    for tree in tuple(_trees):
-        for each in tree.sockets():
-            with suppress(OSError):
-                os.close(each.detach())
-    _trees.clear()
-    if _loop is not None:
-        _of_parents.append(_loop)  # never collected: its end would touch the parent's
-        _loop = None
-
-
-os.register_at_fork(after_in_child=_forked)

@@ -123,7 +123,7 @@ def frame(kind: int, payload: bytes, label: str = LABEL) -> bytes:
 def frames() -> list[bytes]:
     """One of each kind, as ranks send them."""
     parts = join([pack({"columns": np.arange(1000)}), pack([1, "x"])])
-    verdict = Verdict({1: messages.SLOW}).packed()
+    verdict = Verdict({1: messages.Reason.SLOW}).packed()
     bomb = compress(pack(np.zeros(1 << 18)))
     return [
         frame(messages.GATHERED, parts),
@@ -238,7 +238,7 @@ def test_a_failure_of_no_call_leaves_connections_alone(
     async def fail(link: messages.Link) -> messages.Message:
         if link.rank == 0 and id(link) not in failed:
             failed.add(id(link))
-            verdict = Verdict({1: messages.SLOW}).packed()
+            verdict = Verdict({1: messages.Reason.SLOW}).packed()
             return messages.Message(messages.FAILED, 0, 0, "", verdict)
         return await receive(link)
 

@@ -24,6 +24,7 @@ from megackpt import (
     limits,
 )
 from megackpt.distributed import (
+    connection_states,
     group_over,
     messages,
     process_group,
@@ -186,7 +187,7 @@ async def lose(tree, rank, error):
     """The connection to this rank breaks."""
     link = tree._links[rank]
     link.shut()
-    tree._lose(link, error)
+    tree._on(rank, *rank_tree._loss(error))
 
 
 def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
@@ -216,7 +217,7 @@ def test_a_connection_that_replaces_a_lost_one_does_not_hide_the_loss(linked, se
             await asyncio.sleep(0.01)
         if seen:
             await lose(parent, 1, ConnectionResetError("reset"))
-        parent._add_link(1, near)
+        parent._on(1, connection_states.Event.OPENED, near)
 
     parent.start(replace()).result(10)
     with far, pytest.raises(messages.CallFailed, match="connection broke"):
@@ -241,7 +242,7 @@ def test_a_damaged_message_fails_at_once(kind, label, payload):
     child._links[0].socket.sendall(head + label + payload)
     with pytest.raises(messages.CallFailed) as failed:
         waiting.result(10)
-    assert failed.value.verdict.missing[1].startswith(messages.BROKEN)
+    assert failed.value.verdict.missing[1].startswith(messages.Reason.BROKEN)
     parent.close()
     child.close()
 
@@ -328,7 +329,7 @@ def test_a_rank_that_ended_before_a_call_is_named_within_seconds(linked):
     began = time.monotonic()
     with pytest.raises(messages.CallFailed) as failed:
         gather(parent, 1, call=2).result(15)
-    assert failed.value.verdict.missing == {1: messages.ENDED}
+    assert failed.value.verdict.missing == {1: messages.Reason.ENDED}
     assert time.monotonic() - began < 10
 
 
