@@ -131,7 +131,7 @@ _MODULES = {
 _PACKAGES = ("dcp", "megatron")
 """Packages that are attributes without an import of their own."""
 
-__all__ = ["__version__", *sorted(chain(*_MODULES.values()))]  # noqa: PLE0604 - the names are strings
+__all__ = ["__version__", *sorted(chain(*_MODULES.values()))]  # noqa: PLE0604 - strings
 
 
 if not TYPE_CHECKING:

@@ -16,7 +16,7 @@ from megackpt.checkpoint.opening import (
     open_checkpoint as open_checkpoint,
     open_same as open_same,
 )
-from megackpt.checkpoint.session import SaveSession as SaveSession
+from megackpt.checkpoint.save_session import SaveSession as SaveSession
 from megackpt.checkpoint.transaction import (
     Transaction as Transaction,
     Writing as Writing,

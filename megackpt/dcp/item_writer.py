@@ -71,8 +71,9 @@ def assignment_of(plan: SavePlan, directory: str, rank: int | None) -> Assignmen
         or rank not in (None, sent.rank)
     ):
         raise CheckpointingException(
-            f"rank {rank or 0} received no plan for a save to {directory}: all ranks must name the "
-            "same checkpoint_id and use this writer, and the planner must keep a plan's storage_data"
+            f"rank {rank or 0} received no plan for a save to {directory}: all ranks must name "
+            "the same checkpoint_id and use this writer, and the planner must keep a plan's "
+            "storage_data"
         )
     return sent
 

@@ -36,7 +36,7 @@ from megackpt.errors import (
     CheckpointReplaced,
     NotACheckpoint,
 )
-from megackpt.loader.session import LoadSession
+from megackpt.loader.load_session import LoadSession
 from megackpt.planning.manifest import Manifest
 from megackpt.storage import LocalStorage, Storage
 from megackpt.torch_versions import DROPS_ERRORS_OF_READERS

@@ -44,8 +44,8 @@ from megackpt.loader.comparison import (
     trusted_classes,
 )
 from megackpt.loader.exchange import exchange
+from megackpt.loader.load_session import LoadSession
 from megackpt.loader.row_reader import target_of, values_of
-from megackpt.loader.session import LoadSession
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from megackpt.planning.load_plan import plan_load

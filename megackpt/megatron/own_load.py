@@ -24,7 +24,7 @@ from megackpt.loader.comparison import (
     LoadRequest,
     judge,
 )
-from megackpt.loader.session import LoadSession
+from megackpt.loader.load_session import LoadSession
 from megackpt.megatron.own_strategies import (
     Outer,
     OwnFormat,

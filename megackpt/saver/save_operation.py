@@ -60,8 +60,8 @@ from megackpt.saver.audit import (
     hash_replicas,
 )
 from megackpt.saver.common_state import groups_to_store, warn_of_difference
+from megackpt.saver.nonfinite import examine, merge
 from megackpt.saver.save_request import COMMON, SaveRequest, digest_number
-from megackpt.saver.values import examine, merge
 from megackpt.staging.buffers import HostCopy
 from megackpt.staging.copy import copy_to_host
 from megackpt.staging.devices import synchronize

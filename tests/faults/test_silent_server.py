@@ -20,7 +20,7 @@ import torch
 from megackpt import AsyncCallsQueue, CheckpointManager, ShardedTensor
 from megackpt.checkpoint import verifying
 from megackpt.errors import StorageError
-from megackpt.loader import session
+from megackpt.loader import load_session
 from megackpt.manager import retention
 
 SERVER = "/usr/lib/openssh/sftp-server"
@@ -50,7 +50,7 @@ def mounted(tmp_path: Path) -> Iterator[tuple[Path, int]]:
 
 
 CALLS: dict[str, tuple[Any, str, str]] = {
-    "restore": (session, "counted_target", r"reading .* must not be used"),
+    "restore": (load_session, "counted_target", r"reading .* must not be used"),
     "latest": (verifying, "stored_manifest", "find steps in"),
     "close": (retention, "remove", "remove steps in"),
     "finalize": (AsyncCallsQueue, "maybe_finalize_async_calls", "not moved a byte"),

@@ -28,7 +28,7 @@ import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import CorruptCheckpoint, UntrustedClass
-from megackpt.loader.session import LoadSession
+from megackpt.loader.load_session import LoadSession
 from megackpt.state import declare
 from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup

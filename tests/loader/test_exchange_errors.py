@@ -15,7 +15,7 @@ from megackpt import ShardedTensor, Strategy
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import RankFailure, RankLost
 from megackpt.loader import exchange
-from megackpt.loader.session import LoadSession
+from megackpt.loader.load_session import LoadSession
 from megackpt.testing import ThreadedGroup
 from tests.loader.test_exchange import (
     ALWAYS,

@@ -23,7 +23,7 @@ from megackpt.errors import (
     StorageError,
     UntrustedClass,
 )
-from megackpt.loader import session
+from megackpt.loader import load_session
 from megackpt.manager import (
     CheckpointManager,
     latest_step,
@@ -263,12 +263,12 @@ def test_a_step_that_one_rank_cannot_see_is_not_skipped(
     """As where a network file system shows a rank the directory of a while ago."""
     saved(CheckpointManager(tmp_path), 1, 2)
     elsewhere = ContextVar("elsewhere", default="")
-    real = session.open_same
+    real = load_session.open_same
 
     def open_same(directory: str, *args: Any) -> Any:
         return real(directory + elsewhere.get(), *args)
 
-    monkeypatch.setattr(session, "open_same", open_same)
+    monkeypatch.setattr(load_session, "open_same", open_same)
 
     def job(group: ThreadedGroup) -> None:
         if not group.is_coordinator:

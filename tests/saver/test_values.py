@@ -17,7 +17,7 @@ from megackpt import CheckpointManager, NonfiniteValues, ShardedTensor, Strategy
 from megackpt.__main__ import main
 from megackpt.checkpoint import INDEX, open_checkpoint
 from megackpt.errors import CheckpointingException, NotACheckpoint, ReplicaMismatch
-from megackpt.saver import values
+from megackpt.saver import nonfinite
 from megackpt.testing import ThreadedGroup
 
 NOTE = Strategy(check_values="note")
@@ -100,17 +100,17 @@ def test_all_dtypes(
 
 
 def test_blocks_of_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "_BLOCK", 10)
+    monkeypatch.setattr(nonfinite, "_BLOCK", 10)
     tensor = torch.arange(70.0).view(7, 10)
     tensor[3, 4] = tensor[6, 9] = math.nan
-    assert values._examine(tensor) == (2, 68.0)
-    assert values._examine(tensor.T) == (2, 68.0)
-    assert values._examine(tensor.view(-1)) == (2, 68.0)
+    assert nonfinite._examine(tensor) == (2, 68.0)
+    assert nonfinite._examine(tensor.T) == (2, 68.0)
+    assert nonfinite._examine(tensor.view(-1)) == (2, 68.0)
     for shape in ((1, 70), (2, 1, 35), (70,), (1, 1, 7, 10)):
-        blocks = list(values._blocks(tensor.view(shape)))
+        blocks = list(nonfinite._blocks(tensor.view(shape)))
         assert max(block.numel() for block in blocks) <= 10
         assert sum(block.numel() for block in blocks) == 70
-        assert values._examine(tensor.view(shape)) == (2, 68.0)
+        assert nonfinite._examine(tensor.view(shape)) == (2, 68.0)
 
 
 def run(path: Path, strategies: list[Strategy]) -> list[BaseException | None]:
