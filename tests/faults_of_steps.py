@@ -82,9 +82,12 @@ def overtaken(real: Step, place: Path) -> Step:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a method: ``kind`` makes the method that takes its place."""
+    """What happens to a method: ``kind`` makes the method that takes its place.
 
-    owner: type
+    ``owner``: a class; or a module, whose faults stay in this process.
+    """
+
+    owner: Any
     method: str
     kind: Callable[[Step, Path], Step]
     place: Path
