@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import megackpt
 import megackpt.dcp
-from megackpt import AsyncCallsQueue, CheckpointManager
+from megackpt import AsyncCallsQueue, CheckpointManager, LocalTier
+from megackpt.checkpoint import verifying
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.errors import CheckpointingException
 from megackpt.storage import files
@@ -53,10 +54,16 @@ Save = Callable[[Path, float, timedelta], object]
 Load = Callable[[Path, timedelta], float]
 
 
+def left_beside(where: Path) -> list[str]:
+    known = {where.name, "latest_checkpointed_iteration.txt"}
+    return [name for name in os.listdir(where.parent) if name not in known]
+
+
 @dataclass(frozen=True)
 class Door:
     save: Save
     load: Load
+    left: Callable[[Path], list[str]] = left_beside
 
 
 def load(where: Path, timeout: timedelta, **options: Any) -> float:
@@ -89,6 +96,32 @@ def save_by(persistent: bool) -> Save:
 def save_a_step(where: Path, value: float, timeout: timedelta) -> None:
     with CheckpointManager(where.parent, timeout=timeout) as checkpoints:
         checkpoints.save(1, declared(value))
+
+
+def on_the_host(where: Path, timeout: timedelta) -> CheckpointManager:
+    """A manager that saves steps in ``where`` alone."""
+    run, local = where.parent.parent / "steps", LocalTier(where, every=1, copies=0)
+    return CheckpointManager(run, save_interval=10, local=local, timeout=timeout)
+
+
+def save_on_the_host(where: Path, value: float, timeout: timedelta) -> None:
+    with on_the_host(where, timeout) as checkpoints:
+        assert checkpoints.should_save(1)
+        checkpoints.save(1, declared(value))
+
+
+def load_from_the_host(where: Path, timeout: timedelta) -> float:
+    with on_the_host(where, timeout) as checkpoints:
+        found = checkpoints.restore(declared(0.0))
+    assert found is not None
+    assert found.source == "local"
+    return float(found.state["w"].mean())
+
+
+def left_on_the_host(where: Path) -> list[str]:
+    """What is no complete piece of a step, in the directory of the run."""
+    found = [str(path.relative_to(where)) for path in where.glob("*/*/*")]
+    return [name for name in found if not name.endswith("/rank_0_of_1")]
 
 
 def convert(where: Path, value: float, timeout: timedelta) -> None:
@@ -167,6 +200,7 @@ DOORS = {
     "thread": Door(save_by(persistent=False), load),
     "process": Door(save_by(persistent=True), load),
     "manager": Door(save_a_step, load),
+    "local tier": Door(save_on_the_host, load_from_the_host, left_on_the_host),
     "convert": Door(convert, load),
     "dcp.save": Door(dcp_save, dcp_load),
     "dcp.async_save": Door(dcp_async_save, dcp_load),
@@ -181,17 +215,23 @@ HELD = {
     "commit": (DirectoryTarget, "publish"),
     "read": (files.LocalReader, "read_into"),
 }
+HELD_OF_DOOR: dict[tuple[str, str], tuple[Any, str]] = {
+    # Before the pieces, a restore reads in the storage of the run which steps count.
+    ("local tier", "read"): (verifying, "stored_manifest"),
+}
 REASONS = {
     "writes": "the code of the strategy writes",
     "reads": "the code of the strategy reads",
     "process": "test_slow_disks.py freezes the disk of a writer process",
     "torch": "torch's own flow makes no events",
+    "names": "each save on a host has a directory of its name; only one job may save there",
     "files": "Hugging Face's files are never replaced, so each save has a new directory",
 }
 NOT_APPLICABLE = {
     ("custom strategy", "write"): "writes",
     ("custom strategy", "read"): "reads",
     ("process", "write"): "process",
+    ("local tier", "one wins"): "names",
     ("dcp by hand", "one line"): "torch",
     ("dcp.async_save by process", "one line"): "torch",
     ("dcp Hugging Face", "files of others"): "files",
@@ -227,11 +267,6 @@ def one_process_for_all() -> Iterator[None]:
     """The process of ``async_save`` stays until the last test has ended."""
     yield
     executor._CHECKPOINT_PROCESS = None
-
-
-def left_beside(where: Path) -> list[str]:
-    known = {where.name, "latest_checkpointed_iteration.txt"}
-    return [name for name in os.listdir(where.parent) if name not in known]
 
 
 def pids() -> list[str]:
@@ -282,7 +317,7 @@ def test_a_storage_that_hangs(
     before = threads()
     place = where.parent.parent
     short = timedelta(seconds=1)
-    fault = Fault(*HELD[step], held, place)
+    fault = Fault(*HELD_OF_DOOR.get((door, step), HELD[step]), held, place)
     with answer(place) as answers, fault.everywhere():
         # Not from the call on: a process that the call starts may take long on a busy machine.
         with (
@@ -293,7 +328,7 @@ def test_a_storage_that_hangs(
         assert 0 < since.seconds < 20
         text = str(caught.value)
         assert str(where) in text
-        words = {"write": ["writing"], "read": ["reading", "opening"]}
+        words = {"write": ["writing"], "read": ["reading", "opening", "verifying"]}
         assert any(word in text for word in words.get(step, [step])), text
         answers()
         del caught
@@ -302,7 +337,7 @@ def test_a_storage_that_hangs(
         assert read(where, PATIENT) in ((1.0, 2.0) if step == "commit" else (1.0,))
     save(where, 3.0, PATIENT)
     assert read(where, PATIENT) == 3.0
-    assert left_beside(where) == []
+    assert DOORS[door].left(where) == []
 
 
 def test_files_of_others_stay(where: Path, door: str) -> None:
@@ -336,7 +371,7 @@ def test_a_failed_save_leaves_nothing(where: Path, door: str) -> None:
     assert descriptors() - opened == Counter()
     if door != "dcp Hugging Face":
         assert read(where, PATIENT) == 1.0
-    assert left_beside(where) == []
+    assert DOORS[door].left(where) == []
 
 
 def test_of_two_saves_one_wins(where: Path, door: str) -> None:
@@ -348,7 +383,7 @@ def test_of_two_saves_one_wins(where: Path, door: str) -> None:
     with fault.everywhere(), pytest.raises(ERRORS, match="another save"):
         save(where, 2.0, PATIENT)
     assert load(where, PATIENT) == 7.0
-    assert left_beside(where) == []
+    assert DOORS[door].left(where) == []
 
 
 def test_one_line_tells_of_a_save(
@@ -359,4 +394,7 @@ def test_one_line_tells_of_a_save(
     DOORS[door].save(where, 1.0, PATIENT)
     texts = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
     kind = "convert" if door == "convert" else "save"
-    assert len([text for text in texts if text.startswith(f"{kind} {where} ")]) == 1
+    below = "/" if door == "local tier" else " "
+    assert (
+        len([text for text in texts if text.startswith(f"{kind} {where}{below}")]) == 1
+    )
