@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,13 +16,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
+import megackpt.megatron
 from megackpt import CheckpointManager, ShardedTensor, ShardingError, Strategy
+from megackpt.converter import export_huggingface
 from megackpt.dcp import (
     FileSystemReader,
     FileSystemWriter,
     HuggingFaceStorageWriter,
     install,
 )
+from megackpt.megatron.import_hook import TESTED, THEIRS
 from megackpt.megatron.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from megackpt.storage.local import LocalWriter
 from megackpt.testing import ThreadedGroup
@@ -133,7 +139,32 @@ def local(made: dict[str, torch.Tensor], path: Path) -> None:
     ThreadedGroup.run(2, rank)
 
 
-def megatron(made: dict[str, torch.Tensor], path: Path) -> None:
+def megatron_installed(made: dict[str, torch.Tensor], path: Path) -> None:
+    """By Megatron's names, which need no more of Megatron than its packages."""
+    contents: dict[str, dict[str, Any]] = {
+        "megatron": {"__path__": []},
+        "megatron.core": {"__path__": []},
+        "megatron.core.package_info": {"__version__": TESTED[0]},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, values in contents.items():
+            module = ModuleType(name)
+            vars(module).update(values)
+            patch.setitem(sys.modules, name, module)
+        with megackpt.megatron.install():
+            theirs = importlib.import_module(THEIRS)
+            theirs.save(declared(made), path)
+            resize(made)
+            theirs.load(declared(made), path)
+
+
+def exported(made: dict[str, torch.Tensor], path: Path) -> None:
+    megackpt.save(declared(made), path)
+    resize(made)
+    export_huggingface(path, path.with_name("model"), {key: key for key in made}, {})
+
+
+def megatron_local(made: dict[str, torch.Tensor], path: Path) -> None:
     aware, _ = MCoreTensorAwareStateDict.from_state_dict(declared(made), "atomic")
     aware.copy_tensors_to_cpu()
     torch.save(aware, path)
@@ -151,7 +182,9 @@ DOORS = {
     "hugging_face": hugging_face,
     "manager": managed,
     "local_tier": local,
-    "megatron_local": megatron,
+    "megatron_local": megatron_local,
+    "megatron_installed": megatron_installed,
+    "export_huggingface": exported,
 }
 
 

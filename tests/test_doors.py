@@ -16,18 +16,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    _async_process_executor as executor,
+)
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import megackpt
 import megackpt.dcp
-from megackpt import AsyncCallsQueue, CheckpointManager, ShardedTensor
+from megackpt import AsyncCallsQueue, CheckpointManager, LocalTier
+from megackpt.checkpoint import verifying
 from megackpt.checkpoint.directory_target import DirectoryTarget
-from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.errors import CheckpointingException
 from megackpt.storage import files
+from tests.faults_of_steps import (
+    CarriesFaults,
+    Fault,
+    PausesSince,
+    answer,
+    declared,
+    held,
+    overtaken,
+    refused,
+    tensor,
+)
 from tests.megatron.test_own_strategies import Loads, Saves
+from tests.torch_names import PROCESS_OUTLIVES_ERRORS
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -38,18 +54,16 @@ Save = Callable[[Path, float, timedelta], object]
 Load = Callable[[Path, timedelta], float]
 
 
+def left_beside(where: Path) -> list[str]:
+    known = {where.name, "latest_checkpointed_iteration.txt"}
+    return [name for name in os.listdir(where.parent) if name not in known]
+
+
 @dataclass(frozen=True)
 class Door:
     save: Save
     load: Load
-
-
-def tensor(value: float) -> torch.Tensor:
-    return torch.full((6, 2), value)
-
-
-def declared(value: float) -> dict[str, Any]:
-    return {"w": ShardedTensor.from_rank_offsets("w", tensor(value))}
+    left: Callable[[Path], list[str]] = left_beside
 
 
 def load(where: Path, timeout: timedelta, **options: Any) -> float:
@@ -84,6 +98,32 @@ def save_a_step(where: Path, value: float, timeout: timedelta) -> None:
         checkpoints.save(1, declared(value))
 
 
+def on_the_host(where: Path, timeout: timedelta) -> CheckpointManager:
+    """A manager that saves steps in ``where`` alone."""
+    run, local = where.parent.parent / "steps", LocalTier(where, every=1, copies=0)
+    return CheckpointManager(run, save_interval=10, local=local, timeout=timeout)
+
+
+def save_on_the_host(where: Path, value: float, timeout: timedelta) -> None:
+    with on_the_host(where, timeout) as checkpoints:
+        assert checkpoints.should_save(1)
+        checkpoints.save(1, declared(value))
+
+
+def load_from_the_host(where: Path, timeout: timedelta) -> float:
+    with on_the_host(where, timeout) as checkpoints:
+        found = checkpoints.restore(declared(0.0))
+    assert found is not None
+    assert found.source == "local"
+    return float(found.state["w"].mean())
+
+
+def left_on_the_host(where: Path) -> list[str]:
+    """What is no complete piece of a step, in the directory of the run."""
+    found = [str(path.relative_to(where)) for path in where.glob("*/*/*")]
+    return [name for name in found if not name.endswith("/rank_0_of_1")]
+
+
 def convert(where: Path, value: float, timeout: timedelta) -> None:
     source = where.parent.parent / f"source-{value}"
     megackpt.convert(source, where, "zarr", overwrite=True, timeout=timeout)
@@ -100,6 +140,22 @@ def dcp_async_save(where: Path, value: float, timeout: timedelta) -> None:
     with megackpt.dcp.install():
         future: Any = dcp.async_save({"w": tensor(value)}, storage_writer=writer)
         future.result()
+
+
+def dcp_async_save_by_process(where: Path, value: float, timeout: timedelta) -> None:
+    writer = CarriesFaults(where, timeout=timeout)
+    kind = AsyncCheckpointerType.PROCESS
+    state = {"w": tensor(value)}
+    with megackpt.dcp.install():
+        future: Any = dcp.async_save(
+            state, storage_writer=writer, async_checkpointer_type=kind
+        )
+        try:
+            future.result()
+        except BaseException:
+            if not PROCESS_OUTLIVES_ERRORS:
+                executor._CHECKPOINT_PROCESS = None
+            raise
 
 
 def dcp_by_hand(where: Path, value: float, timeout: timedelta) -> None:
@@ -144,9 +200,11 @@ DOORS = {
     "thread": Door(save_by(persistent=False), load),
     "process": Door(save_by(persistent=True), load),
     "manager": Door(save_a_step, load),
+    "local tier": Door(save_on_the_host, load_from_the_host, left_on_the_host),
     "convert": Door(convert, load),
     "dcp.save": Door(dcp_save, dcp_load),
     "dcp.async_save": Door(dcp_async_save, dcp_load),
+    "dcp.async_save by process": Door(dcp_async_save_by_process, dcp_load),
     "dcp by hand": Door(dcp_by_hand, load_by_hand),
     "dcp Hugging Face": Door(dcp_hugging_face, load),
 }
@@ -157,18 +215,25 @@ HELD = {
     "commit": (DirectoryTarget, "publish"),
     "read": (files.LocalReader, "read_into"),
 }
+HELD_OF_DOOR: dict[tuple[str, str], tuple[Any, str]] = {
+    # Before the pieces, a restore reads in the storage of the run which steps count.
+    ("local tier", "read"): (verifying, "stored_manifest"),
+}
 REASONS = {
     "writes": "the code of the strategy writes",
     "reads": "the code of the strategy reads",
     "process": "test_slow_disks.py freezes the disk of a writer process",
     "torch": "torch's own flow makes no events",
+    "names": "each save on a host has a directory of its name; only one job may save there",
     "files": "Hugging Face's files are never replaced, so each save has a new directory",
 }
 NOT_APPLICABLE = {
     ("custom strategy", "write"): "writes",
     ("custom strategy", "read"): "reads",
     ("process", "write"): "process",
+    ("local tier", "one wins"): "names",
     ("dcp by hand", "one line"): "torch",
+    ("dcp.async_save by process", "one line"): "torch",
     ("dcp Hugging Face", "files of others"): "files",
     ("dcp Hugging Face", "one wins"): "files",
 }
@@ -189,7 +254,7 @@ def where(tmp_path: Path, door: str) -> Iterator[Path]:
     (tmp_path / "run").mkdir()
     for value in (1.0, 2.0, 3.0):  # for conversions
         megackpt.save(declared(value), tmp_path / f"source-{value}")
-    if door == "dcp.async_save":
+    if door.startswith("dcp.async_save"):
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield tmp_path / "run" / "iter_0000001"
@@ -197,20 +262,34 @@ def where(tmp_path: Path, door: str) -> Iterator[Path]:
         dist.destroy_process_group()
 
 
-def left_beside(where: Path) -> list[str]:
-    known = {where.name, "latest_checkpointed_iteration.txt"}
-    return [name for name in os.listdir(where.parent) if name not in known]
+@pytest.fixture(scope="module", autouse=True)
+def one_process_for_all() -> Iterator[None]:
+    """The process of ``async_save`` stays until the last test has ended."""
+    yield
+    executor._CHECKPOINT_PROCESS = None
+
+
+def pids() -> list[str]:
+    """This process, and the process of ``async_save``."""
+    process = executor._CHECKPOINT_PROCESS
+    return ["self"] + [str(p._save_process.pid) for p in (process,) if p]
 
 
 def threads() -> list[str]:
-    return sorted(t.name for t in threading.enumerate() if "megackpt" in t.name)
+    """The threads of megackpt here, and all threads of the process of ``async_save``."""
+    own = sorted(t.name for t in threading.enumerate() if "megackpt" in t.name)
+    others = [os.listdir(f"/proc/{pid}/task") for pid in pids()[1:]]
+    return own + ["in the process of async_save"] * sum(map(len, others))
 
 
 def descriptors() -> Counter[str]:
     found: Counter[str] = Counter()
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    for pid in pids():
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):
+                name = os.readlink(f"/proc/{pid}/fd/{number}")
+                if not name.startswith("/dev/shm/torch_"):  # the tensors of a request
+                    found[name] += 1
     return found
 
 
@@ -236,36 +315,29 @@ def test_a_storage_that_hangs(
     save, read = DOORS[door].save, DOORS[door].load
     save(where, 1.0, PATIENT)
     before = threads()
-    answers = threading.Event()
-
-    def hold(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def held(*given: Any, **named: Any) -> Any:
-            if threading.current_thread() is not threading.main_thread():
-                answers.wait(60)
-            return real(*given, **named)
-
-        patch.setattr(owner, name, held)
-
-    short, began = timedelta(seconds=1), time.monotonic()
-    with monkeypatch.context() as patch:
-        hold(patch, *HELD[step])
-        with pytest.raises(ERRORS, match=r"not (answered|moved a byte)") as caught:
+    place = where.parent.parent
+    short = timedelta(seconds=1)
+    fault = Fault(*HELD_OF_DOOR.get((door, step), HELD[step]), held, place)
+    with answer(place) as answers, fault.everywhere():
+        # Not from the call on: a process that the call starts may take long on a busy machine.
+        with (
+            PausesSince(place / "hangs") as since,
+            pytest.raises(ERRORS, match=r"not (answered|moved a byte)") as caught,
+        ):
             read(where, short) if step == "read" else save(where, 2.0, short)
-        assert time.monotonic() - began < 20
+        assert 0 < since.seconds < 20
         text = str(caught.value)
         assert str(where) in text
-        words = {"write": ["writing"], "read": ["reading", "opening"]}
+        words = {"write": ["writing"], "read": ["reading", "opening", "verifying"]}
         assert any(word in text for word in words.get(step, [step])), text
-        answers.set()
+        answers()
         del caught
         assert settled(before)
     if door != "dcp Hugging Face":
         assert read(where, PATIENT) in ((1.0, 2.0) if step == "commit" else (1.0,))
     save(where, 3.0, PATIENT)
     assert read(where, PATIENT) == 3.0
-    assert left_beside(where) == []
+    assert DOORS[door].left(where) == []
 
 
 def test_files_of_others_stay(where: Path, door: str) -> None:
@@ -283,50 +355,35 @@ def test_files_of_others_stay(where: Path, door: str) -> None:
     assert [path.read_text() for path in paths] == ["mine.txt", "more.txt"]
 
 
-def test_a_failed_save_leaves_nothing(
-    where: Path, monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
+def test_a_failed_save_leaves_nothing(where: Path, door: str) -> None:
     """No file, no thread, no descriptor; and the old checkpoint."""
     save, read = DOORS[door].save, DOORS[door].load
     save(where, 1.0, PATIENT)
     gc.collect()
     before, opened = threads(), descriptors()
-
-    def refuse(*_: object, **__: object) -> None:
-        raise CorruptCheckpoint("what was read back differs")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DirectoryTarget, "publish", refuse)
-        with pytest.raises(ERRORS, match="read back differs"):
-            save(where, 2.0, PATIENT)
+    fault = Fault(DirectoryTarget, "publish", refused, where)
+    with fault.everywhere(), pytest.raises(ERRORS, match="read back differs"):
+        save(where, 2.0, PATIENT)
+    if door == "dcp.async_save by process":
+        # The process of torch holds a request and its error until the next one.
+        save(where.parent.parent / "next", 2.0, PATIENT)
     assert settled(before)
     assert descriptors() - opened == Counter()
     if door != "dcp Hugging Face":
         assert read(where, PATIENT) == 1.0
-    assert left_beside(where) == []
+    assert DOORS[door].left(where) == []
 
 
-def test_of_two_saves_one_wins(
-    where: Path, monkeypatch: pytest.MonkeyPatch, door: str
-) -> None:
+def test_of_two_saves_one_wins(where: Path, door: str) -> None:
     """Another save commits while this one is about to."""
     applies(door, "one wins")
     save = DOORS[door].save
     save(where, 1.0, PATIENT)
-    real, others = DirectoryTarget.publish, []
-
-    def late(*given: Any, **named: Any) -> None:
-        if not others:
-            others.append(1)
-            megackpt.save(declared(7.0), where)
-        real(*given, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DirectoryTarget, "publish", late)
-        with pytest.raises(ERRORS, match="another save"):
-            save(where, 2.0, PATIENT)
+    fault = Fault(DirectoryTarget, "publish", overtaken, where)
+    with fault.everywhere(), pytest.raises(ERRORS, match="another save"):
+        save(where, 2.0, PATIENT)
     assert load(where, PATIENT) == 7.0
-    assert left_beside(where) == []
+    assert DOORS[door].left(where) == []
 
 
 def test_one_line_tells_of_a_save(
@@ -337,4 +394,7 @@ def test_one_line_tells_of_a_save(
     DOORS[door].save(where, 1.0, PATIENT)
     texts = [r.getMessage() for r in caplog.records if r.levelname == "INFO"]
     kind = "convert" if door == "convert" else "save"
-    assert len([text for text in texts if text.startswith(f"{kind} {where} ")]) == 1
+    below = "/" if door == "local tier" else " "
+    assert (
+        len([text for text in texts if text.startswith(f"{kind} {where}{below}")]) == 1
+    )

@@ -56,7 +56,7 @@ class LocalCheckpoints:
         self._queue = queue
         self._saves: LocalSaves | None = None
         name = digest(root.encode()).hex()[:16]
-        self._pieces = HostPieces(os.path.abspath(tier.path), name)
+        self._pieces = HostPieces(os.path.abspath(tier.path), name, timeout)
         # The step from which the run continues, and the local save if it is one.
         self._restored = sys.maxsize
         self._loaded: LocalSave | None = None

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from datetime import timedelta
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from megackpt.checkpoint import INDEX, open_checkpoint, verify
 from megackpt.distributed import Group, Stream
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
-from megackpt.storage import LocalStorage, digest
+from megackpt.storage import Executor, LocalStorage, digest
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _STEP = re.compile("step_([0-9]+)_([0-9a-f]+)")
 _RANK = re.compile("rank_([0-9]+)_of_([0-9]+)")
@@ -71,20 +76,37 @@ class PieceFiles(NamedTuple):
         return sum(self.sizes.values())
 
 
+def _bounded(
+    work: Callable[Concatenate[HostPieces, P], T],
+) -> Callable[Concatenate[HostPieces, P], T]:
+    """Raise StorageError if the host's storage does not answer. For methods of HostPieces."""
+
+    @wraps(work)
+    def call(pieces: HostPieces, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        name = f"{work.__name__} of local pieces in {pieces.location} on this host"
+        with closing(Executor(pieces.timeout)) as executor:
+            return executor.call(name, work, pieces, *args, **kwargs)
+
+    return call
+
+
 class HostPieces:
     """The pieces of one run on this host, whose ranks share them.
 
     Args:
         path: of the tier.
         root: identifies the directory of the run.
+        timeout: how long the storage of the host may not answer in one call.
     """
 
-    def __init__(self, path: str, root: str) -> None:
+    def __init__(self, path: str, root: str, timeout: timedelta) -> None:
         self.location = f"{path}/{root}"
+        self.timeout = timeout
 
     def path(self, piece: Piece) -> str:
         return f"{self.location}/{piece.name}"
 
+    @_bounded
     def held(self) -> list[Piece]:
         """All complete pieces, sorted. A folder with another form of name is not a piece.
 
@@ -98,10 +120,12 @@ class HostPieces:
                     pieces += [_piece(folder, name) for name in storage.list(folder)]
         return sorted(filter(None, pieces))
 
+    @_bounded
     def mark(self, name: str) -> None:
         """Leave a file of this name, which ``clear`` removes."""
         self._made().put(name, b"")
 
+    @_bounded
     def marks(self, prefix: str) -> set[str]:
         """The files that the ranks of this directory have left."""
         names = LocalStorage(self.location).list()
@@ -109,10 +133,17 @@ class HostPieces:
 
     def clear(self, keep: Iterable[LocalSave]) -> None:
         """Remove everything but these saves, such as unfinished pieces."""
-        storage = self._made()
-        for name in _superfluous(storage, keep):
-            storage.delete(name)
 
+        def remove() -> None:
+            storage = self._made()
+            for name in _superfluous(storage, keep):
+                executor.alive()  # given up, it must not remove a later save
+                storage.delete(name)
+
+        with closing(Executor(self.timeout)) as executor:
+            executor.call(f"removal of older steps in {self.location}", remove)
+
+    @_bounded
     def free_bytes(self, keep: Iterable[LocalSave]) -> int:
         """The space in the file system as soon as everything but these saves is removed."""
         names = _superfluous(self._made(), keep)
@@ -130,6 +161,7 @@ class HostPieces:
         tier.make_folder(name)
         return tier.folder(name)
 
+    @_bounded
     def describe(self, piece: Piece) -> PieceFiles:
         """The files of a piece that are sent."""
         storage = LocalStorage(self.path(piece))
@@ -178,7 +210,7 @@ class HostPieces:
             raise CorruptCheckpoint(
                 f"{self.location}/{partial}: {INDEX} was changed on its way from another host"
             )
-        if problem := find_problem(f"{self.location}/{partial}"):
+        if problem := find_problem(f"{self.location}/{partial}", self.timeout):
             raise type(problem)(
                 f"{self.location}/{partial}, received from another host: {problem}"
             )
@@ -223,7 +255,7 @@ def transfer(
 
 
 def find_problem(
-    path: str, finite: bool = False
+    path: str, timeout: timedelta | None, finite: bool = False
 ) -> StorageError | CorruptCheckpoint | None:
     """Read all of the piece at a path, and return the error that describes its damage.
 
@@ -231,7 +263,7 @@ def find_problem(
     infinite values that the save of the piece has noted count as damage as well.
     """
     try:
-        report = verify(path, whole=False, timeout=None)
+        report = verify(path, whole=False, timeout=timeout)
         problems = list(report.problems)
         if report.unread and not problems:
             return StorageError("; ".join(report.unread[:3]))

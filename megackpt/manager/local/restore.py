@@ -198,8 +198,8 @@ class LocalRestore:
 
         def check() -> dict[Piece, CheckpointingException | None]:
             mine = held.to_check(group.rank, save)
-            path = self._pieces.path
-            return {piece: find_problem(path(piece), finite) for piece in mine}
+            path, timeout = self._pieces.path, self._timeout
+            return {p: find_problem(path(p), timeout, finite) for p in mine}
 
         refused: dict[int, str] = {}
         checked = group.reduce_broadcast("check local pieces", check, list)

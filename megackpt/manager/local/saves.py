@@ -7,6 +7,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,7 @@ from megackpt.state import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megackpt.storage import Executor
 from megackpt.strategies import Strategy
 
 logger = logging.getLogger("megackpt.manager")
@@ -287,6 +289,12 @@ class LocalSaves:
             if request is not None:
                 request.execute_sync()
 
+        def note() -> None:
+            with closing(Executor(self._timeout)) as executor:
+                executor.call(
+                    f"noting that local step {piece.save.step} counts", line.write
+                )
+
         sent = dict.fromkeys(self._targets[self._rank], piece)
         received = {
             rank: Piece(piece.save, rank)
@@ -299,7 +307,7 @@ class LocalSaves:
             if any(self._targets):
                 transfer(group, self._pieces, sent, received)
             if not line.is_complete:
-                group.broadcast("note the run", line.write)
+                group.broadcast("note the run", note)
 
 
 def as_one_rank(state: Any) -> Any:
