@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import megackpt
 from megackpt import Event, ShardedTensor, events
@@ -24,6 +25,7 @@ from megackpt.backends.base import Source
 from megackpt.backends.progress import CountedSource
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
+from megackpt.dcp import installation
 from megackpt.errors import (
     CoverageError,
     MismatchError,
@@ -411,6 +413,20 @@ def test_the_event_of_an_error_without_a_text() -> None:
     assert [event.error for event in heard] == [
         "Untold: its text cannot be had: ValueError"
     ]
+
+
+def test_a_conversion_and_a_save_through_torch_dcp_have_each_stage_once(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "a")
+    converted = told(lambda: megackpt.convert(tmp_path / "a", tmp_path / "z", "zarr"))
+    assert stages(converted, 0) == ["write", "total"]
+    with installation.install():
+        saved = told(
+            lambda: dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "d")
+        )
+    assert stages(saved, 0).count("commit") == 1
+    assert stages(saved, 0)[-1] == "total"
 
 
 def test_large_tensors_are_counted_in_pieces() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -127,7 +127,9 @@ class SaveSession:
                 ask()
 
         commit = self.begun.commit
-        with events.stage("commit"):
+        # A caller without a group makes the events.
+        is_operation = bool(self.total.operation.name)
+        with events.stage("commit") if is_operation else nullcontext():
             self.call("commit", commit, backend, manifest, reread, confirm_here)
         self.transaction = None
         return int(manifest.chunks.length.sum())

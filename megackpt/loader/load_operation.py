@@ -329,9 +329,11 @@ class _LoadOperation:
         sent = [part.compared for part in parts]
         missing = judge(self.request, sent, self.manifest)
         modes = {"always"}
-        is_auto = any(part.mode == "auto" for part in parts)
-        if is_auto and self.opened.storage.is_remote():
-            modes.add("auto")
+        if any(part.mode == "auto" for part in parts):
+            # The file system of a network asks its server.
+            is_remote = self.opened.storage.is_remote
+            if self.session.call(f"opening {self.request.directory}", is_remote):
+                modes.add("auto")
         self.domains = [
             part.domain if part.mode in modes else -1 - rank
             for rank, part in enumerate(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -225,13 +226,17 @@ class _OwnSave:
 
     def collect(self) -> list[str]:
         """On rank 0: move the strategy's files up, and list all. Ours have priority."""
+        if self.folder not in self.root.list():
+            raise CheckpointingException(
+                f"{self.strategy} has removed the directory that it saves to, {self.outer.path}"
+            )
         self.root.merge_folder(self.folder, (checkpoint.INDEX, CONFIG, COMMON_FILE))
         return files_below(self.root)
 
     def synced(self, names: Sequence[str]) -> list[File]:
         """Make files durable, and read them for their digests."""
-        root = self.root.folder("", self.session.alive)
-        return [_synced(root, name) for name in names]
+        with closing(self.root.folder("", self.session.alive)) as root:
+            return [_synced(root, name) for name in names]
 
     def commit(self) -> None:
         """Make the files of all ranks the checkpoint. Collective; each rank reads a part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,14 @@ class Saves(SaveShardedStrategy):
 class SavesChecked(Saves):
     def __init__(self, **checks: Any) -> None:
         SaveShardedStrategy.__init__(self, "mine", 1, **checks)
+
+
+class SavesNothing(Saves):
+    """Removes the directory that it is to save to."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        super().save(sharded_state_dict, checkpoint_dir)
+        shutil.rmtree(checkpoint_dir)
 
 
 class SavesLater(AsyncSaveShardedStrategy):
@@ -339,6 +348,10 @@ def bad(given: Callable[[Path], Any], match: str) -> Any:
         bad(
             lambda at: save(state(WEIGHT), at / "a", SavesChecked(audit="full")),
             "audit='full' and .* have no effect",
+        ),
+        bad(
+            lambda at: save(state(WEIGHT), at / "a", SavesNothing()),
+            "has removed the directory that it saves to",
         ),
         bad(lambda at: load(state(WEIGHT), at / "none", Loads()), "does not exist"),
         bad(
