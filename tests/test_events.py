@@ -21,9 +21,9 @@ import torch
 import megackpt
 from megackpt import Event, ShardedTensor, events
 from megackpt.backends.base import Source
-from megackpt.backends.progress import CountedSource
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
+from megackpt.checkpoint.transaction import CountedSource
 from megackpt.errors import (
     CoverageError,
     MismatchError,
