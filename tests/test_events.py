@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 import megackpt
 from megackpt import Event, ShardedTensor, events
 from megackpt.backends.base import Source
-from megackpt.backends.progress import CountedSource
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
+from megackpt.checkpoint.transaction import CountedSource
 from megackpt.dcp import installation
 from megackpt.errors import (
     CoverageError,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise, product, starmap
@@ -352,34 +353,25 @@ class _Job:
 
 
 def read_record(reader: FileReader, start: int, length: int, where: str) -> bytearray:
-    """The bytes of a blob or an archive. CorruptCheckpoint if its pickle is a hole in the file."""
-    _refuse_sparse(reader, start, length, where)
-    data = allocate(length, where)
-    reader.read_into(start, [memoryview(data)])
-    return data
+    """The bytes of a blob or an archive.
 
-
-def _refuse_sparse(reader: FileReader, start: int, length: int, where: str) -> None:
-    """Raise CorruptCheckpoint if the pickle of a large blob is a hole in a sparse file, before
-    memory is taken.
-
-    The whole blob counts if it is not an archive. Tensors in an archive may be holes: they are
-    zeros.
+    CorruptCheckpoint, before memory is taken, if the pickle of a large one is a hole in a sparse
+    file. The whole blob counts if it is not an archive. Tensors in an archive may be holes: they
+    are zeros.
     """
-    if length <= limits.HOLE_BYTES:
-        return
 
     def fetch(at: int, size: int) -> bytes:
         return bytes(read_dense(reader, start + at, size, where))
 
-    try:
-        archive = Archive(fetch, length)
-        at = archive.start("data.pkl")
-        size = archive.members["data.pkl"].size
-    except CorruptCheckpoint:
-        at = 0
-        size = length
-    refuse_holes(reader, start + at, size, where)
+    if length > limits.HOLE_BYTES:
+        at, size = 0, length
+        with suppress(CorruptCheckpoint):
+            archive = Archive(fetch, length)
+            at, size = archive.start("data.pkl"), archive.members["data.pkl"].size
+        refuse_holes(reader, start + at, size, where)
+    data = allocate(length, where)
+    reader.read_into(start, [memoryview(data)])
+    return data
 
 
 def octets(array: Array) -> memoryview:
@@ -435,17 +427,16 @@ class _FilePart:
         self._block_of = (-1, -1)  # chunk's start, number
 
     def fetch(self, pieces: Pieces, group: slice) -> None:
-        """Read the pieces of one group."""
-        if self.simple.is_simple[group.start]:
-            self._together(pieces, group)
-            return
-        (piece,) = self.job.opened(pieces, group)
-        self._fill(piece, piece.low, piece.array, piece.strides)
-        self.job.into.close(piece.target, piece.box, piece.array)
+        """Read the pieces of one group.
 
-    def _together(self, pieces: Pieces, group: slice) -> None:
-        """Read small neighbours by one call. The bytes between them are dropped."""
+        One call reads small neighbours. The bytes between them are dropped.
+        """
         simple = self.simple
+        if not simple.is_simple[group.start]:
+            (piece,) = self.job.opened(pieces, group)
+            self._fill(piece, piece.low, piece.array, piece.strides)
+            self.job.into.close(piece.target, piece.box, piece.array)
+            return
         found = simple.views[group]
         opened: list[tuple[_Piece, Array]] = []
         if None in found:

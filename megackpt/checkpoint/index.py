@@ -31,16 +31,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from megackpt import gc_pause
-from megackpt.checkpoint.columns import Layout, damaged, pack, unpack
 from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
@@ -85,6 +84,9 @@ _OF_CHUNKS = ("file", "writer", "start", "length")
 _PER_AXIS = ("pieces", "rest", "place", "shift")
 OPTIONAL = ("nonfinite", "largest")
 """Columns of tensors that an index may lack."""
+_WIDTHS = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+_ROW, _PATCH = np.dtype("<u4"), np.dtype("<i8")
+_SAMPLE = 1024
 _NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
 _INFINITY = 0x7F800000  # the bits of a float32
 _ROOM = 16  # chunks x dimensions that one byte of index may describe
@@ -97,6 +99,52 @@ def column_names(axes: int) -> list[str]:
     """
     per_axis = [f"{name}{axis}" for axis in range(axes) for name in _PER_AXIS]
     return [*_TABLES, *_OF_CHUNKS, *per_axis]
+
+
+def damaged(what: str) -> NoReturn:
+    raise CorruptCheckpoint(f"the index is damaged: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a column of ``count`` numbers is stored.
+
+    Row i is ``base + step * small[i]``. ``small`` are unsigned integers of ``width`` bytes; if
+    ``width`` is 0, all are 0. ``patches`` rows that differ follow: first their row numbers
+    (uint32), then their values (int64).
+    """
+
+    count: int
+    width: int
+    base: int
+    step: int
+    patches: int
+
+    @property
+    def nbytes(self) -> int:
+        patch = _ROW.itemsize + _PATCH.itemsize
+        return self.count * self.width + self.patches * patch
+
+    def fields(self) -> list[int]:
+        return [self.count, self.width, self.base, self.step, self.patches]
+
+    @classmethod
+    def parse(cls, fields: Any) -> Layout:
+        """The layout in the head of an index. CorruptCheckpoint if it is invalid."""
+        sane = isinstance(fields, list) and len(fields) == 5
+        if not sane or {*map(type, fields)} != {int}:
+            damaged(f"{fields!r} describes no column")
+        layout = cls(*fields)
+        sane = (
+            0 <= layout.count < LARGEST
+            and (layout.width == 0 or layout.width in _WIDTHS)
+            and -1 <= layout.base < LARGEST
+            and 1 <= layout.step < LARGEST
+            and 0 <= layout.patches <= layout.count
+        )
+        if not sane:
+            damaged(f"{fields!r} describes no column")
+        return layout
 
 
 @dataclass(frozen=True)
@@ -204,7 +252,16 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
             f"its length is {len(body)}, its head describes {digests_at} bytes and digests"
         )
     _check_counts(head, len(body))
-    columns = _unpacked(head, body)
+    columns: Columns = {}
+    known = {*column_names(head.axes), *OPTIONAL}
+    at = 0
+    for name, layout in head.layouts.items():
+        if name in known:
+            column = columns[name] = unpack(layout, body[at : at + layout.nbytes])
+            may_be_unknown = name in ("file", "writer", *OPTIONAL)
+            if not may_be_unknown and column.min(initial=0) < 0:
+                damaged("a number is negative")
+        at += layout.nbytes
     _check_below(columns["meta_dtype"], len(head.dtypes))
     shapes = _tuples(columns["meta_ndim"], columns["meta_dim"], head.axes)
     metas = []
@@ -273,21 +330,6 @@ def _check_counts(head: Head, size: int) -> None:
     )
     if not bounded:
         damaged("its counts do not fit its length")
-
-
-def _unpacked(head: Head, body: memoryview) -> Columns:
-    columns: Columns = {}
-    known = {*column_names(head.axes), *OPTIONAL}
-    at = 0
-    for name, layout in head.layouts.items():
-        if name in known:
-            column = unpack(layout, body[at : at + layout.nbytes])
-            may_be_unknown = name in ("file", "writer", *OPTIONAL)
-            if not may_be_unknown and column.min(initial=0) < 0:
-                damaged("a number is negative")
-            columns[name] = column
-        at += layout.nbytes
-    return columns
 
 
 def _check_below(column: Int64, end: int) -> None:
@@ -414,7 +456,10 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         order = np.argsort(tensor, kind="stable")
         manifest = replace(manifest, chunks=manifest.chunks.take(order))
     columns, derived = _columns(manifest)
-    columns |= _optional_columns(manifest)
+    if (values := manifest.values) is not None:
+        largest = np.ascontiguousarray(values.largest, "<f4").view("<i4")
+        bits = np.where(values.largest < 0, -1, largest.astype(np.int64))
+        columns |= zip(OPTIONAL, (values.nonfinite, bits), strict=True)
     packed = {name: pack(column) for name, column in columns.items()}
     keys = "".join([entry.key for entry in manifest.tensors])
     key_bytes = keys.encode("utf-8", "surrogatepass")
@@ -577,27 +622,86 @@ def _columns(manifest: Manifest) -> tuple[Columns, bool]:
     wholes = np.ones((len(shapes), axes), np.int64)
     for number, shape in enumerate(shapes):
         wholes[number, : len(shape)] = shape
-    columns.update(_relative(chunks.boxes, wholes[meta[chunks.tensor]]))
+    # Of each axis: tensor shapes and offsets, divided by the chunks' shapes.
+    of_chunks = wholes[meta[chunks.tensor]]
+    for axis in range(axes):
+        extent, offset = chunks.boxes.shape[:, axis], chunks.boxes.offset[:, axis]
+        divisor = np.maximum(extent, 1)
+        pieces = np.where(extent > 0, of_chunks[:, axis] // divisor, 0)
+        columns[f"pieces{axis}"] = pieces
+        columns[f"rest{axis}"] = of_chunks[:, axis] - pieces * extent
+        columns[f"place{axis}"] = offset // divisor
+        columns[f"shift{axis}"] = offset % divisor
     names = column_names(axes)
     return {name: np.asarray(columns[name], np.int64) for name in names}, derived
 
 
-def _optional_columns(manifest: Manifest) -> Columns:
-    values = manifest.values
-    if values is None:
-        return {}
-    largest = np.ascontiguousarray(values.largest, "<f4").view("<i4").astype(np.int64)
-    columns = values.nonfinite, np.where(values.largest < 0, -1, largest)
-    return dict(zip(OPTIONAL, columns, strict=True))
+# Columns of integers, encoded as few bytes and decoded without a loop. The bytes are untrusted.
+# Every number in an index is in [-1, LARGEST).
 
 
-def _relative(boxes: Boxes, whole: Int64) -> Iterator[tuple[str, Int64]]:
-    """The columns of each axis: tensor shapes and offsets, divided by the chunks' shapes."""
-    for axis in range(whole.shape[1]):
-        shape, offset = boxes.shape[:, axis], boxes.offset[:, axis]
-        divisor: Int64 = np.maximum(shape, 1)
-        pieces: Int64 = np.where(shape > 0, whole[:, axis] // divisor, 0)
-        yield f"pieces{axis}", pieces
-        yield f"rest{axis}", whole[:, axis] - pieces * shape
-        yield f"place{axis}", offset // divisor
-        yield f"shift{axis}", offset % divisor
+def pack(values: Int64) -> tuple[Layout, list[bytes]]:
+    """The shortest layout for these numbers, and their bytes."""
+    if not len(values):
+        return Layout(0, 0, 0, 1, 0), []
+    low, high = int(values.min()), int(values.max())
+    if low < -1 or high >= LARGEST:
+        raise ValueError(
+            f"an index holds numbers from -1 to 2**62, not {low} to {high}"
+        )
+    step = 1
+    # The greatest common divisor of all differences. One of a few is cheap and often 1.
+    if _width(high - low) > 1:
+        step = math.gcd(*(values[:_SAMPLE] - low).tolist())
+        if step != 1:
+            step = int(np.gcd.reduce(values - low)) or 1
+    width = _width((high - low) // step)
+    dense = Layout(len(values), width, low, step, 0)
+    rows = np.flatnonzero(values)
+    sparse = Layout(len(values), 0, 0, 1, len(rows))
+    if sparse.nbytes < dense.nbytes and len(values) <= 1 << 32:
+        patches = values[rows].astype(_PATCH)
+        return sparse, [rows.astype(_ROW).tobytes(), patches.tobytes()]
+    if not width:
+        return dense, []
+    small = (values - low) // step
+    return dense, [small.astype(_WIDTHS[width]).tobytes()]
+
+
+def _width(span: int) -> int:
+    """The bytes that a number up to ``span`` takes; 0 for none."""
+    width = 0
+    while span >= 1 << (8 * width):
+        width = 2 * width or 1
+    return width
+
+
+def unpack(layout: Layout, data: memoryview) -> Int64:
+    """The numbers of a column from exactly ``layout.nbytes`` bytes.
+
+    Equal numbers are a view of one, with a stride of 0. Any other column takes ``8 * layout.count``
+    bytes.
+    """
+    if not layout.width:
+        values = np.broadcast_to(np.int64(layout.base), layout.count)
+        if layout.patches:
+            values = values.copy()
+    else:
+        small = np.frombuffer(data, _WIDTHS[layout.width], layout.count)
+        if layout.count and layout.base + layout.step * int(small.max()) >= LARGEST:
+            damaged("a number is too large")
+        values = small.astype(np.int64)
+        if layout.step != 1:
+            values *= layout.step
+        if layout.base:
+            values += layout.base
+    if layout.patches:
+        start = layout.count * layout.width
+        rows = np.frombuffer(data, _ROW, layout.patches, start)
+        patches = np.frombuffer(data, _PATCH, layout.patches, start + rows.nbytes)
+        if rows.max() >= layout.count:
+            damaged("a number is out of range")
+        if patches.min() < -1 or patches.max() >= LARGEST:
+            damaged("a number is out of range")
+        values[rows] = patches
+    return values

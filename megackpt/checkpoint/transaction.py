@@ -30,7 +30,14 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +46,6 @@ from uuid import uuid4
 
 from megackpt import events, limits
 from megackpt.backends.base import Backend, Finished, Source
-from megackpt.backends.progress import CountedSource
 from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
@@ -61,12 +67,21 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
-from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
+from megackpt.planning.manifest import (
+    DIGEST_BLOCK,
+    Manifest,
+    SavePlan,
+    WriteResult,
+)
 from megackpt.staging.buffers import HostCopy
 from megackpt.storage import Storage, digest, is_url
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+COUNTED_AT_ONCE = 16 * DIGEST_BLOCK
+"""Bytes: the largest block that is passed on. Progress is visible, and a cancelled task stops,
+between blocks."""
 
 _FIRST_PAUSE = 0.05  # seconds; each further one is twice as long
 
@@ -424,6 +439,28 @@ class CheckedSource(Source, Protocol):
 
     def check(self) -> None:
         """Called when all is written. Raises ShardingError if memory is not what it was."""
+
+
+@dataclass(frozen=True, eq=False)
+class CountedSource(Source):
+    """Calls ``advance`` with the size of each block."""
+
+    source: Source
+    advance: Callable[[int], None]
+
+    def views(
+        self, rows: Sequence[int], sizes: Sequence[int]
+    ) -> Sequence[memoryview | None]:
+        views = self.source.views(rows, sizes)
+        self.advance(sum(len(view) for view in views if view is not None))
+        return views
+
+    def blocks(self, row: int) -> Iterator[memoryview]:
+        for block in self.source.blocks(row):
+            for start in range(0, len(block), COUNTED_AT_ONCE):
+                part = block[start : start + COUNTED_AT_ONCE]
+                self.advance(len(part))
+                yield part
 
 
 @dataclass(frozen=True, eq=False)

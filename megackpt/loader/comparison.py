@@ -162,9 +162,10 @@ class Comparison:
         asked = strict.requested(declared)
         unexpected = asked - strict.stored(manifest)
         # With RAISE_ALL ``find_missing`` raises, for both kinds of keys and all ranks.
-        raising = StrictHandling.requires_all_keys(
-            request.strict
-        ) and not StrictHandling.requires_global_app_metadata(request.strict)
+        raising = request.strict in (
+            StrictHandling.ASSUME_OK_UNEXPECTED,
+            StrictHandling.RAISE_UNEXPECTED,
+        )
         if unexpected and (raising or StrictHandling.requires_logging(request.strict)):
             text = strict.describe_unexpected(unexpected, manifest, request.advise)
             if raising:

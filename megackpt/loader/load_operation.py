@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -228,7 +229,7 @@ class _LoadOperation:
         group = self.group
         directory, self.manifest = group.broadcast("open", self.open)
         missing, exchanging = group.reduce_broadcast(
-            "compare", lambda: self.compare(directory), self.judge
+            "compare", partial(self.compare, directory), self.judge
         )
         try:
             total = self.fill(exchanging)

@@ -1,17 +1,19 @@
-"""One load on one rank: the bounded calls to its storage."""
+"""One load on one rank: the bounded calls to its storage, and their progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megackpt import events
-from megackpt.backends.progress import counted_target
+from megackpt.backends.base import Target
 from megackpt.checkpoint import (
     Opened,
     backend_of,
@@ -20,6 +22,7 @@ from megackpt.checkpoint import (
 )
 from megackpt.errors import CheckpointingException, CheckpointReplaced, StorageError
 from megackpt.loader.row_reader import target_of, values_of
+from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
 from megackpt.staging.devices import synchronize
@@ -143,3 +146,41 @@ def _replacement(storage: Storage, manifest: Manifest) -> CheckpointReplaced | N
     except (CheckpointingException, OSError):
         return None  # the error of the read says more
     return None
+
+
+def counted_target(target: Target, todo: int) -> Target:
+    """The target itself if no observer shows the progress of this stage, which loads ``todo``
+    bytes.
+    """
+    stage = events.current()
+    if not stage.counts_bytes:
+        return target
+    stage.todo = todo
+    return CountedTarget(target, stage.advance)
+
+
+@dataclass(frozen=True, eq=False)
+class CountedTarget(Target):
+    """Calls ``advance`` with the bytes of each region and blob that the target has received."""
+
+    target: Target
+    advance: Callable[[int], None]
+
+    def views(
+        self, targets: Sequence[int], sizes: Sequence[int]
+    ) -> Sequence[memoryview | None]:
+        """See ``Target.views``. Memory that is handed out counts as filled."""
+        views = self.target.views(targets, sizes)
+        self.advance(sum(len(view) for view in views if view is not None))
+        return views
+
+    def open(self, target: int, box: Box) -> NDArray[Any]:
+        return self.target.open(target, box)
+
+    def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
+        self.target.close(target, box, filled)
+        self.advance(filled.nbytes)
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.target.blob(target, data)
+        self.advance(len(data))

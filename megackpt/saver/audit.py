@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
@@ -147,23 +148,18 @@ def find_replicas(
     holder = np.repeat(np.arange(len(parts)), counts)[rows]
     local = (rows - np.cumsum([0, *counts])[holder]).astype(np.int32)
     bounds = np.searchsorted(holder, np.arange(len(parts) + 1)).tolist()
-    always = min(
-        _small_enough(np.sort(declared.nbytes[rows[bounds[rank] : bounds[rank + 1]]]))
-        for rank in range(len(parts))
-    )
+    # The size up to which the replicas of each rank are ``_ALWAYS`` bytes together.
+    always = 2**62
+    for first, last in pairwise(bounds):
+        sizes = np.sort(declared.nbytes[rows[first:last]])
+        beyond = np.flatnonzero(np.cumsum(sizes) > _ALWAYS)
+        if len(beyond):
+            always = min(always, int(sizes[beyond[0]]) - 1)
     own = [
         RankReplicas(local[bounds[rank] : bounds[rank + 1]], always, policy)
         for rank in range(len(parts))
     ]
     return own, AllReplicas(declared.take(rows[entries.first]), entries, always)
-
-
-def _small_enough(sizes: Any) -> int:
-    """The size up to which replicas of these sizes, ascending, are ``_ALWAYS`` bytes together."""
-    beyond = np.flatnonzero(np.cumsum(sizes) > _ALWAYS)
-    if not len(beyond):
-        return 2**62
-    return int(sizes[beyond[0]]) - 1
 
 
 @dataclass(frozen=True, eq=False)

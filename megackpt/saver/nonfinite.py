@@ -98,7 +98,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor[start : start + step]
 
 
-def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues | None:
+def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues:
     """The numbers of each tensor.
 
     ``parts``: one part for each rank, in rank order; an empty one was not examined.
@@ -110,8 +110,6 @@ def merge(planned: Manifest, parts: Sequence[bytes]) -> TensorValues | None:
     tensor = planned.chunks.tensor
     if len(rows) != len(tensor):
         examining = [rank for rank, part in enumerate(parts) if part]
-        if not examining:
-            return None
         raise ShardingError(
             "the ranks of one save have strategies with different check_values (all must agree): "
             f"only {name_ranks(examining)} examined the values"

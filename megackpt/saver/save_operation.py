@@ -104,9 +104,12 @@ class RankPart:
 
 @dataclass(frozen=True, eq=False)
 class Examined:
-    """What a rank has found in its tensors: digests of its replicas, and numbers of its values."""
+    """What a rank has found in its tensors: digests of its replicas, and numbers of its values.
 
-    digests: RankDigests
+    ``digests``: None without an audit.
+    """
+
+    digests: RankDigests | None
     values: bytes
 
 
@@ -229,7 +232,7 @@ def save(
         if async_sharded_save:
             stage = _copy
         task, hold = stage(session, request, part)
-        session.wait_for(task)
+        session.writing = task
         examined = attempt(partial(_examine, request, part, turn))
         if wait_staged:
             hold()
@@ -419,8 +422,18 @@ def _plan_for_all(
     replicas: Sequence[RankReplicas | None],
 ) -> tuple[SaveRequest, Manifest, list[_RankReply]]:
     """On rank 0: the plan of every rank, and the manifest of the checkpoint."""
-    _check_same("name different directories", [part.directory for part in parts])
-    _check_same("ask for different formats", [part.format for part in parts])
+    for what, values in (
+        ("name different directories", [part.directory for part in parts]),
+        ("ask for different formats", [part.format for part in parts]),
+    ):
+        ranks: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks.setdefault(value, []).append(rank)
+        if len(ranks) > 1:
+            named = [f"{name_ranks(those)}: {value}" for value, those in ranks.items()]
+            raise ShardingError(
+                f"the ranks of one save {what}: {join_truncated(named, 4)} (all must agree)"
+            )
     groups = groups_to_store(request.groups, [part.groups for part in parts])
     plans, manifest = plan_for_backend(
         request.backend,
@@ -442,17 +455,6 @@ def _plan_for_all(
     return request.with_groups(groups), manifest, replies
 
 
-def _check_same(what: str, values: Sequence[str]) -> None:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    if len(ranks) > 1:
-        named = [f"{name_ranks(those)}: {value}" for value, those in ranks.items()]
-        raise ShardingError(
-            f"the ranks of one save {what}: {join_truncated(named, 4)} (all must agree)"
-        )
-
-
 def _warn_of_untrusted(texts: Iterable[str]) -> None:
     for text in texts:
         _named_classes.add(text)
@@ -464,12 +466,12 @@ def _reference(
 ) -> tuple[Task[WriteResult], Hold]:
     """The task of writing the caller's tensors themselves, which threads may read at once."""
 
-    def source() -> TensorSource:
+    def source() -> CheckedSource:
         source = TensorSource(part.plan, request.held(), request.declared.boxes)
         synchronize(source.held)
         return source
 
-    return _write_task(session, request, part, source), lambda: None
+    return _write_task(session, request, part, attempt(source)), int
 
 
 def _copy(
@@ -488,12 +490,11 @@ def _copy(
     copied = attempt(copy)
     made = copied.value
     if made is not None:
-        task = _write_task(session, request, part, lambda: made)
+        task = _write_task(session, request, part, copied)
         task.on_end(lambda _: made.release())
         return task, made.hold
     if copied.error is not None:
-        source = cast(Callable[[], HostCopy], copied.get)
-        return _write_task(session, request, part, source), lambda: None
+        return _write_task(session, request, part, copied), int
     # There is no memory for a copy, so the tensors themselves are written now.
     task, hold = _reference(session, request, part)
     task.run()
@@ -504,7 +505,7 @@ def _copy(
 
 def _examine(request: SaveRequest, part: RankPart, turn: int) -> Examined:
     """The digests of this rank's replicas, and the numbers of the values that it writes."""
-    digests = RankDigests(Declarations.of([]), [])
+    digests = None
     values = b""
     if part.replicas is not None:
         with events.stage("audit"):
@@ -522,18 +523,19 @@ def _write_task(
     session: SaveSession,
     request: SaveRequest,
     part: RankPart,
-    source: Callable[[], CheckedSource],
+    source: Attempt[Any],
 ) -> Task[WriteResult]:
-    """The task of writing. An error in making its source becomes its outcome."""
+    """The task of writing from a CheckedSource. An error in making that becomes its outcome."""
     step = events.start("write", session.total.operation)
     step.todo = part.plan.nbytes
     directory = request.directory
-    backend = request.backend
-    writing = attempt(
-        lambda: Writing(directory, part.save_id, backend, part.plan, source())
-    )
+    writing: Callable[[Callable[[int], None]], WriteResult] = _not_ready
+    if source.error is None:
+        writing = Writing(
+            directory, part.save_id, request.backend, part.plan, source.get()
+        )
     task: Task[WriteResult] = Task(
-        writing.value or _not_ready,
+        writing,
         os.path.basename(directory),
         step.todo,
         step.advance if step.counts_bytes else None,
@@ -547,8 +549,8 @@ def _write_task(
         events.finish(step, outcome.error)
 
     task.on_end(end)
-    if writing.error is not None:
-        task.finish(Attempt(None, writing.error))
+    if source.error is not None:
+        task.finish(Attempt(None, source.error))
     return task
 
 
@@ -562,21 +564,36 @@ def _commit(
     """When all ranks have written: finish and commit, on rank 0. Collective.
 
     The error of any rank's task is raised on all ranks. If the audit finds differences, another
-    step names them, and then raises or commits.
+    step names them, and then raises or commits. NaN and infinite values raise NonfiniteValues, or
+    give a WARNING, as the strategy says.
     """
     manifests: list[Manifest] = []
 
     def send() -> tuple[WriteResult, bytes, bytes]:
         found = examined.get()
-        return task.get(), found.digests.packed(), found.values
+        digests = b"" if found.digests is None else found.digests.packed()
+        return task.get(), digests, found.values
+
+    def blocks() -> Blocks:
+        found = examined.get()
+        return {} if found.digests is None else found.digests.of(differing)
 
     def decide(
         results: Sequence[tuple[WriteResult, bytes, bytes]],
     ) -> list[ShardId] | int:
         written, digests, values = zip(*results, strict=True)
         planned = cast(Manifest, part.manifest)
-        manifest = replace(planned.located(written), values=merge(planned, values))
-        _check_values(request, manifest)
+        manifest = planned.located(written)
+        if any(values):
+            manifest = replace(manifest, values=merge(planned, values))
+            text = manifest.nonfinite()
+            if text and request.check_values == "raise":
+                raise NonfiniteValues(
+                    f"{request.directory} is not saved, it has {text}. Go back to an earlier "
+                    "checkpoint, or save with check_values='note'"
+                )
+            if text:
+                logger.warning("%s has %s", request.directory, text)
         manifests.append(manifest)
         if part.all_replicas is not None:
             differing = part.all_replicas.differing(digests)
@@ -595,22 +612,8 @@ def _commit(
     reply = session.group.reduce_broadcast("write", send, decide)
     if isinstance(reply, list):
         differing = reply
-        reply = session.group.reduce_broadcast(
-            "audit", lambda: examined.get().digests.of(differing), conclude
-        )
+        reply = session.group.reduce_broadcast("audit", blocks, conclude)
     session.finish(reply)
-
-
-def _check_values(request: SaveRequest, manifest: Manifest) -> None:
-    """NonfiniteValues or a WARNING, as the strategy says, if there are NaN or infinite values."""
-    text = manifest.nonfinite()
-    if text and request.check_values == "raise":
-        raise NonfiniteValues(
-            f"{request.directory} is not saved, it has {text}. Go back to an earlier checkpoint, "
-            "or save with check_values='note'"
-        )
-    if text:
-        logger.warning("%s has %s", request.directory, text)
 
 
 def _not_ready(_: Callable[[int], None]) -> WriteResult:

@@ -183,8 +183,24 @@ class SaveRequest:
 
     @cached_property
     def compared(self) -> Any:
-        """The view of the common state that ranks compare."""
-        return _view(self.comparable, self.common)
+        """The view of the common state that ranks compare.
+
+        All of it if the caller's function fails.
+        """
+        comparable = self.comparable
+        if comparable is None:
+            return self.common
+        # The function may remove entries from its argument; these are saved all the same.
+        made = attempt(lambda: comparable(tree.copied(self.common)))
+        if made.error is None:
+            return made.value
+        logger.warning(
+            "the common state is compared as it is: "
+            "preprocess_common_before_consistancy_check failed (%s: %s)",
+            type(made.error).__name__,
+            made.error,
+        )
+        return self.common
 
     def _pickle_objects(self) -> None:
         """Fill ``blobs`` and ``untrusted``, of objects whose main replica is on this rank.
@@ -286,23 +302,6 @@ def _compact(leaf: Any) -> Any:
     if type(leaf) is torch.nn.Parameter:
         return torch.nn.Parameter(leaf.detach().clone(), leaf.requires_grad)
     return leaf.clone()
-
-
-def _view(comparable: Callable[[Any], Any] | None, common: Any) -> Any:
-    """The part of the common state that ranks compare; all of it if the caller's function fails."""
-    if comparable is None:
-        return common
-    # The function may remove entries from its argument; these are saved all the same.
-    made = attempt(lambda: comparable(tree.copied(common)))
-    if made.error is None:
-        return made.value
-    logger.warning(
-        "the common state is compared as it is: "
-        "preprocess_common_before_consistancy_check failed (%s: %s)",
-        type(made.error).__name__,
-        made.error,
-    )
-    return common
 
 
 def _pickled_options(backend: Backend) -> str | None:

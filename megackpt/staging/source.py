@@ -142,18 +142,28 @@ class HostMemory:
     def of(cls, tensors: Iterable[object]) -> HostMemory:
         """All columns are 0 for objects that are not tensors."""
         none = (0, 0, 0, 0, _NO_STORAGE)
-        rows = [
-            _place(each) if isinstance(each, torch.Tensor) else none for each in tensors
-        ]
+        rows: list[tuple[int, int, int, int, torch.UntypedStorage]] = []
+        for each in tensors:
+            if not isinstance(each, torch.Tensor):
+                rows.append(none)
+                continue
+            try:
+                storage = each.untyped_storage()
+                begin = _begin(storage)
+                start = each.data_ptr() if is_plain_memory(each) else 0
+                rows.append((start, each.nbytes, begin, _nbytes(storage), storage))
+            except RuntimeError:
+                # Wrappers have no memory, and other layouts no storage.
+                rows.append((0, each.nbytes, 0, 0, _NO_STORAGE))
         *numbers, storages = zip(*rows or [none], strict=True)
         # A tag may make an address large.
-        address, nbytes, begin, length = np.array(numbers, np.uint64)
+        address, nbytes, first, length = np.array(numbers, np.uint64)
         end = address + nbytes
         # A storage that was freed or cut has less than the tensor.
-        within = (begin > 0) & (begin <= address) & (end <= begin + length)
+        within = (first > 0) & (first <= address) & (end <= first + length)
         within &= end <= sys.maxsize
         address = np.where(within, address, 0).astype(np.int64)
-        return cls(address, nbytes.astype(np.int64), begin, length, storages)
+        return cls(address, nbytes.astype(np.int64), first, length, storages)
 
     def views(self, rows: Any, sizes: Sequence[int]) -> list[memoryview | None]:
         """For each of these rows its memory, if it has an address and this size."""
@@ -173,21 +183,6 @@ class HostMemory:
         length = np.fromiter(map(_nbytes, storages), np.uint64, len(storages))
         changed = (begin != self.begin[rows]) | (length != self.length[rows])
         return np.compress(changed, rows)
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int, int, int, torch.UntypedStorage]:
-    """The row of HostMemory."""
-    size = tensor.nbytes
-    try:
-        storage = tensor.untyped_storage()
-        begin = _begin(storage)
-        start = 0
-        if is_plain_memory(tensor):
-            start = tensor.data_ptr()
-    except RuntimeError:
-        # Wrappers have no memory, and other layouts no storage.
-        return 0, size, 0, 0, _NO_STORAGE
-    return start, size, begin, _nbytes(storage), storage
 
 
 def pieces(value: torch.Tensor) -> Iterator[memoryview]:

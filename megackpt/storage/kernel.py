@@ -86,26 +86,6 @@ def rename_new(name: str, to: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         os.unlink(name, dir_fd=src_dir_fd)
 
 
-def lock(fd: int) -> bool:
-    """Lock an open file or directory. False if another holder has the lock.
-
-    Where the file system lacks locks, every caller gets True.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True
-
-
-def unlock(fd: int) -> None:
-    """Release the lock of ``lock``, if it is held."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except (OSError, ValueError):
-        return  # closed already, or a file system without locks
-
-
 def is_networked(fd: int) -> bool:
     """Return whether an open file is on a file system that may fetch from other machines."""
     return _file_system(fd) in _NETWORKED

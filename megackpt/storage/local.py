@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -297,11 +298,21 @@ class LocalStorage(Storage):
         return below
 
     def lock(self) -> bool:
-        """Lock the directory until ``unlock`` or ``close``. False if another holds the lock."""
-        return kernel.lock(self._fd)
+        """Lock the directory until ``unlock`` or ``close``. False if another holds the lock.
+
+        Where the file system lacks locks, every caller gets True.
+        """
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+        return True
 
     def unlock(self) -> None:
-        kernel.unlock(self._fd)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except (OSError, ValueError):
+            return  # closed already, or a file system without locks
 
     def make_folder(self, name: str, mode: int = 0o777) -> bool:
         """Make a folder durably. False if the name is taken."""

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from typing import Any
 
 from megackpt.backends.base import Backend, Properties
@@ -142,7 +143,7 @@ def kinds(name: str) -> Iterator[type[Backend]]:
     if not named:
         known = sorted({entry.name for entry in formats()})
         raise BackendError(f"unknown format {name!r}: known are {', '.join(known)}")
-    for entry in sorted(named, key=lambda entry: -entry.version):
+    for entry in sorted(named, key=attrgetter("version"), reverse=True):
         yield entry.kind()
 
 

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megackpt.checkpoint import decode_index, encode_index
-from megackpt.checkpoint.columns import LARGEST, pack, unpack
+from megackpt.checkpoint.index import pack, unpack
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
     COMMON_KEY,
     DIGEST_BLOCK,
     ITEMSIZE,
+    LARGEST,
     OBJECT,
     Chunks,
     Manifest,

@@ -18,7 +18,7 @@ import megackpt
 from megackpt import ShardedTensor
 from megackpt.checkpoint import Transaction, transaction
 from megackpt.errors import CheckpointReplaced, SaveInProgress
-from megackpt.storage import kernel
+from megackpt.storage.local import LocalStorage
 from tests.faults.share import part
 
 PROCESSES = multiprocessing.get_context("fork")
@@ -91,7 +91,7 @@ class Meetings:
         chance = random.Random(f"{seed} {job}")
         real = transaction.begin
         if not self.locks:  # as on a file system without them
-            kernel.lock = lambda _: True  # type: ignore[assignment]
+            LocalStorage.lock = lambda _: True  # type: ignore[method-assign]
 
         def begin(*args: Any, **options: Any) -> Any:
             for _ in range(

@@ -102,7 +102,7 @@ def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
             objects += 1
         else:
             tensors.append(row)
-    tensors.sort(key=lambda row: -sizes[row])
+    tensors.sort(key=sizes.__getitem__, reverse=True)
     # A heap of the bytes and the number of each file.
     load = [(0, number) for number in range(files)]
     for row in tensors:
@@ -192,9 +192,7 @@ class Records:
     called after each flush.
     """
 
-    def __init__(
-        self, writer: FileWriter, flushed: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, writer: FileWriter, flushed: Callable[[], object] = int) -> None:
         self._writer = writer
         self._flushed = flushed
         self._position = writer.position
