@@ -62,7 +62,24 @@ def _converter(kind: type) -> Callable[[Any], Any] | None:
     ours = _OURS.get(base.__name__)
     if ours is None:
         return None
-    names = _common_fields(base, ours)
+    there = getattr(base, "__dataclass_fields__", {})
+    here = [field.name for field in fields(ours)]
+    lacking = [
+        f.name for f in fields(ours) if f.default is MISSING and f.name not in there
+    ]
+    if lacking:
+        raise ShardingError(
+            f"{base.__module__}.{base.__name__} has no {', '.join(lacking)}: this version of "
+            f"Megatron-Core is unknown; declare the state with megackpt.{ours.__name__}"
+        )
+    # Once for each class: the caller keeps the converter.
+    if unknown := [name for name in there if name not in here]:
+        _logger.warning(
+            "%s has fields that megackpt does not know, and ignores: %s",
+            f"{base.__module__}.{base.__name__}",
+            ", ".join(unknown),
+        )
+    names = [name for name in here if name in there]
     values = attrgetter(*names)
 
     def convert(leaf: Any) -> Any:
@@ -97,25 +114,3 @@ def _build_fn(factory: Any) -> Callable[..., Any]:
         return tree.dict_list_map_outplace(from_megatron, theirs.build())
 
     return build
-
-
-def _common_fields(theirs: type, ours: type) -> list[str]:
-    """The fields that both classes have. Warns once of fields that only Megatron's class has."""
-    name = f"{theirs.__module__}.{theirs.__name__}"
-    there = getattr(theirs, "__dataclass_fields__", {})
-    here = fields(ours)
-    lacking = [f.name for f in here if f.default is MISSING and f.name not in there]
-    if lacking:
-        raise ShardingError(
-            f"{name} has no {', '.join(lacking)}: this version of Megatron-Core is unknown; "
-            f"declare the state with megackpt.{ours.__name__}"
-        )
-    known = {field.name for field in here}
-    unknown = [name for name in there if name not in known]
-    if unknown:
-        _logger.warning(
-            "%s has fields that megackpt does not know, and ignores: %s",
-            name,
-            ", ".join(unknown),
-        )
-    return [field.name for field in here if field.name in there]

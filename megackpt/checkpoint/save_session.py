@@ -59,8 +59,7 @@ class SaveSession:
             ),
         )
         self._executor = Executor(timeout)
-        self.writing: Task[Any] | None = None
-        """The files stay if the save fails while this task hangs in the storage."""
+        self._writing: Task[Any] | None = None
         self.alive = self._executor.alive
         self.check = self._executor.progress.check
 
@@ -103,6 +102,10 @@ class SaveSession:
     def announce(self, names: Iterable[str]) -> None:
         """See ``Transaction.announce``."""
         self.call("begin", self.begun.announce, names)
+
+    def wait_for(self, task: Task[Any]) -> None:
+        """The files stay if the save fails while this task hangs in the storage."""
+        self._writing = task
 
     def commit(
         self,
@@ -154,7 +157,7 @@ class SaveSession:
 
     def _fail(self, error: BaseException, others_may_write: bool) -> None:
         if not self.total.ended:
-            hangs = self.writing is not None and self.writing.stuck
+            hangs = self._writing is not None and self._writing.stuck
             self.end(others_may_write or hangs)
         events.finish(self.total, error)
 

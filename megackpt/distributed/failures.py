@@ -76,7 +76,11 @@ class Failure:
         """``kind`` is the nearest class of ``megackpt.errors``, or None if that is the root."""
         details = "".join(traceback.format_exception(error))
         text = format_error(error)
-        kind: Any = next(filter(_is_ours, type(error).__mro__), None)
+        kind: Any = None
+        for base in type(error).__mro__:
+            if vars(errors).get(base.__name__) is base:
+                kind = base
+                break
         is_exact = kind is type(error)
         if not is_exact:
             text = f"{type(error).__name__}: {text}"
@@ -183,7 +187,3 @@ def _what_failed(stage: str) -> str:
 
 def _indented(text: str, by: int = 2) -> str:
     return "\n".join(" " * by + line for line in text.rstrip().splitlines())
-
-
-def _is_ours(kind: type) -> bool:
-    return vars(errors).get(kind.__name__) is kind

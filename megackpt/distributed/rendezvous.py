@@ -244,7 +244,14 @@ class Listener:
         loop = asyncio.get_running_loop()
         while True:
             while len(self._greetings) >= limits.GREETINGS:
-                await self._make_room()
+                # Wait until a greeting has ended. The oldest one ends soon, the next ones wait.
+                oldest, began = next(iter(self._greetings.items()))
+                left = began + _SHORTEST_GREETING - time.monotonic()
+                if left <= 0:
+                    oldest.cancel()
+                await asyncio.wait(
+                    self._greetings, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
             try:
                 accepted, _ = await loop.sock_accept(listening)
             except OSError as error:  # such as too many open files
@@ -254,16 +261,6 @@ class Listener:
             task = loop.create_task(self._greet(accepted, store))
             self._greetings[task] = time.monotonic()
             task.add_done_callback(self._greetings.pop)
-
-    async def _make_room(self) -> None:
-        """Wait until a greeting has ended. The oldest one ends soon, the next ones wait."""
-        oldest, began = next(iter(self._greetings.items()))
-        left = began + _SHORTEST_GREETING - time.monotonic()
-        if left <= 0:
-            oldest.cancel()
-        await asyncio.wait(
-            self._greetings, timeout=left, return_when=asyncio.FIRST_COMPLETED
-        )
 
     async def _greet(self, accepted: socket.socket, store: JobStore) -> None:
         loop = asyncio.get_running_loop()

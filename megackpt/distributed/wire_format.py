@@ -96,7 +96,14 @@ def unpack(message: Payload, rank: int = 0) -> Any:
     CheckpointingException if it is damaged, or makes objects that are not allowed.
     """
     try:
-        text, *buffers = split(_expand(message))
+        if message[:1] == b"x":  # of zlib; no other message begins so
+            stream = zlib.decompressobj()
+            message = stream.decompress(message, limits.CONTROL_MESSAGE_BYTES)
+            if not stream.eof:
+                raise ValueError(
+                    f"it ends too early, or has more than {limits.CONTROL_MESSAGE_BYTES} bytes"
+                )
+        text, *buffers = split(message)
         return _make(json.loads(str(text, "utf-8", "surrogatepass")), iter(buffers))
     except Exception as error:
         raise CheckpointingException(
@@ -107,18 +114,6 @@ def unpack(message: Payload, rank: int = 0) -> Any:
 def compress(message: bytes) -> bytes:
     """The message, compressed if it is large. Columns of numbers shrink to a tenth."""
     return zlib.compress(message, 1) if len(message) > COMPRESSED_BYTES else message
-
-
-def _expand(message: Payload) -> Payload:
-    if message[:1] != b"x":  # of zlib; no other message begins so
-        return message
-    stream = zlib.decompressobj()
-    expanded = stream.decompress(message, limits.CONTROL_MESSAGE_BYTES)
-    if not stream.eof:
-        raise ValueError(
-            f"it ends too early, or has more than {limits.CONTROL_MESSAGE_BYTES} bytes"
-        )
-    return expanded
 
 
 def _describe(value: Any, buffers: list[Any]) -> Any:

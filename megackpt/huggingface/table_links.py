@@ -76,8 +76,14 @@ def link(
             0, f"no rule fits {keys} (None as a rule: they have no such tensor)"
         )
     if complete:
+        # Rules that fit no tensor, unless other rules give the same names.
+        given = set[str]().union(*(entry.names for entry in used))
+        fitted = {entry.pattern for entry in used}
+        for entry in entries:
+            if entry.pattern not in fitted and not entry.names <= given:
+                of = ", ".join(map(repr, sorted(entry.names)))
+                problems.append(f"no tensor fits the rule {entry.pattern!r} (for {of})")
         # A later check would repeat the problems that an earlier one has found.
-        problems += _unused_rules(entries, used)
         problems = problems or _gaps(matched)
         problems = problems or list(_miscounted_tensors(matched))
     if problems:
@@ -214,18 +220,6 @@ def _check_pieces(pieces: list[Piece], shape: Shape) -> None:
         for region, count in miscounted(Boxes.of(p.box for p in pieces), shape):
             if count:
                 raise ShardingError(f"{region} of it is in {count} of its pieces")
-
-
-def _unused_rules(entries: list[_Entry], used: list[_Entry]) -> list[str]:
-    """Rules that fit no tensor, unless other rules give the same names."""
-    given = set[str]().union(*(entry.names for entry in used))
-    patterns = {entry.pattern for entry in used}
-    problems = []
-    for entry in entries:
-        if entry.pattern not in patterns and not entry.names <= given:
-            of = ", ".join(map(repr, sorted(entry.names)))
-            problems.append(f"no tensor fits the rule {entry.pattern!r} (for {of})")
-    return problems
 
 
 def _gaps(matched: list[_Match]) -> list[str]:

@@ -71,8 +71,12 @@ class NamedOptimizer:
         groups = []
         for group, own in zip(state["param_groups"], self._groups, strict=True):
             names.update(zip(group["params"], own, strict=True))
-            hyper = {key: _as_number(value) for key, value in group.items()}
-            groups.append({**hyper, "params": own})
+            kept = {**group, "params": own}
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and value.numel() == 1:
+                    # A tensor without dimensions is in the common state, not under a key.
+                    kept[key] = value.reshape(())
+            groups.append(kept)
         problems = []
         for path, leaf in tree.walk({**state, "param_groups": groups}):
             name = names.get(path[1], "") if path[0] == "state" else ""
@@ -111,7 +115,18 @@ class NamedOptimizer:
             raise MismatchError(
                 f"{self.name}: the checkpoint has no list of parameter groups below this name"
             )
-        self._refuse_another_class(values.get(_CLASS), groups)
+        kind = values.get(_CLASS)
+        if kind is None and groups:
+            # torch's form has no class. Within one class, only few names come and go.
+            kept = groups[0].keys()
+            unknown = kept - self.optimizer.param_groups[0].keys()
+            if len(unknown) > 1 < len(self.optimizer.defaults.keys() - kept):
+                kind = f"a class with {', '.join(sorted(unknown))}"
+        if kind not in (None, self._class):
+            raise MismatchError(
+                f"{self.name}: the state of another optimizer is stored, {kind}, and this one "
+                f"is {self._class}. Build that one, or restore without {self.name}="
+            )
         prefix = f"{self.module}."
         stored = {
             name: stored_key(key_map, prefix + name).removeprefix(prefix)
@@ -185,21 +200,13 @@ class NamedOptimizer:
             optimizer.param_groups, before, self.match.values, strict=True
         ):
             for key, value in values.items():
-                group[key] = _in_place(held.get(key), value)
+                # A tensor stays the same one, as a compiled step may have captured it.
+                own = held.get(key)
+                if isinstance(own, torch.Tensor):
+                    with torch.no_grad():
+                        value = own.copy_(torch.as_tensor(value, device=own.device))
+                group[key] = value
         return loaded
-
-    def _refuse_another_class(self, stored: str | None, groups: list[Any]) -> None:
-        if stored is None and groups:
-            # torch's form has no class. Within one class, only few names come and go.
-            kept = groups[0].keys()
-            unknown = kept - self.optimizer.param_groups[0].keys()
-            if len(unknown) > 1 < len(self.optimizer.defaults.keys() - kept):
-                stored = f"a class with {', '.join(sorted(unknown))}"
-        if stored not in (None, self._class):
-            raise MismatchError(
-                f"{self.name}: the state of another optimizer is stored, {stored}, and this one "
-                f"is {self._class}. Build that one, or restore without {self.name}="
-            )
 
     def _targets(
         self, found: Mapping[str, dict[str, TensorMeta]]
@@ -329,27 +336,12 @@ def _problem(path: tree.Path, leaf: Any, param: torch.Tensor | None) -> str:
     return ""
 
 
-def _as_number(value: Any) -> Any:
-    """A tensor of one element without dimensions: in the common state, not under a key."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.reshape(())
-    return value
-
-
 def _is_cut(param: Any) -> bool:
     """Whether ranks have different parts of a parameter."""
     if not hasattr(param, "placements"):
         return False
     cuts = zip(param.placements, param.device_mesh.shape, strict=True)
     return any(size > 1 and not cut.is_replicate() for cut, size in cuts)
-
-
-def _in_place(held: Any, value: Any) -> Any:
-    """A hyperparameter. A tensor stays the same one, as a compiled step may have captured it."""
-    if not isinstance(held, torch.Tensor):
-        return value
-    with torch.no_grad():
-        return held.copy_(torch.as_tensor(value, device=held.device))
 
 
 def _listed(names: Iterable[Any]) -> str:

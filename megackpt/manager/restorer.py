@@ -71,7 +71,14 @@ class Restorer:
         finite: bool,
     ) -> Restored | None:
         """See ``CheckpointManager.restore``. ``options``: the options of ``megackpt.load``."""
-        wanted = self._agree_on_step(step)
+        wanted = None
+        if step is not None:
+            wanted = step_number(step)
+        with self._group() as group:
+            if not group.all_agree(-1 if wanted is None else wanted):
+                raise ShardingError(
+                    f"the ranks restore different steps, all must agree: here {wanted}"
+                )
         hosts = None
         if self._local is not None:
             hosts = self._local.begin_restore()
@@ -181,17 +188,6 @@ class Restorer:
     def _damage_seen(self, step: Step) -> str:
         path = self._retention.path(step.name)
         return self.on_coordinator(lambda _: find_damage(path))
-
-    def _agree_on_step(self, step: int | None) -> int | None:
-        wanted = None
-        if step is not None:
-            wanted = step_number(step)
-        with self._group() as group:
-            if not group.all_agree(-1 if wanted is None else wanted):
-                raise ShardingError(
-                    f"the ranks restore different steps, all must agree: here {wanted}"
-                )
-        return wanted
 
     def _find_step(self, step: int) -> Step:
         self._retention.wait(self._timeout)

@@ -195,9 +195,15 @@ class Retention:
             newest_finite = next(filter(is_finite, sorted(own, reverse=True)), None)
             superfluous = [step for step in superfluous if step != newest_finite]
         names = [own[number] for number in superfluous]
-        old = [name for name in names if not self._is_recent(run, name)]
+        if self._rules.keep_for is not None:
+            since = time.time() - self._rules.keep_for.total_seconds()
+            names = [
+                name
+                for name in names
+                if all(step.saved < since for step in run.examine(name))
+            ]
         removed = []
-        for name in old:
+        for name in names:
             advance(0)
             if self._remove(run, name):
                 removed.append(name)
@@ -266,12 +272,6 @@ class Retention:
                 text = "%s is damaged, so it does not count: %s"
                 logger.warning(text, self.path(step.name), damage)
         return not damage
-
-    def _is_recent(self, run: RunDirectory, name: str) -> bool:
-        if self._rules.keep_for is None:
-            return False
-        since = time.time() - self._rules.keep_for.total_seconds()
-        return any(step.saved >= since for step in run.examine(name))
 
     def _remove(self, run: RunDirectory, name: str) -> bool:
         """Whether the step was removed."""

@@ -350,7 +350,13 @@ def _with_sizes(step: Step, storage: Storage | None) -> Step:
     try:
         if step.complete and storage is not None and storage.size(INDEX) is not None:
             with suppress(CorruptCheckpoint, FileNotFoundError):
-                return _with_indexed_sizes(step, storage)
+                data = storage.get(INDEX)
+                manifest, small = decode_index(data)
+                total = int(manifest.chunks.length.sum()) + len(data)
+                total += sum(size for size, _ in small.values())
+                count = len(manifest.files) + len(small) + 1
+                saved = storage.modified(INDEX) or 0.0
+                return replace(step, bytes=total, files=count, saved=saved)
         if isinstance(storage, BucketStorage):
             files = list(storage.objects().values())
         elif isinstance(storage, LocalStorage):
@@ -360,16 +366,6 @@ def _with_sizes(step: Step, storage: Storage | None) -> Step:
     total = sum(size for size, _ in files)
     newest = max((time for _, time in files), default=0.0)
     return replace(step, bytes=total, files=len(files), saved=newest)
-
-
-def _with_indexed_sizes(step: Step, storage: Storage) -> Step:
-    data = storage.get(INDEX)
-    manifest, small = decode_index(data)
-    total = int(manifest.chunks.length.sum()) + len(data)
-    total += sum(size for size, _ in small.values())
-    files = len(manifest.files) + len(small) + 1
-    saved = storage.modified(INDEX) or 0.0
-    return replace(step, bytes=total, files=files, saved=saved)
 
 
 def _local_files(storage: LocalStorage, folder: str) -> Iterator[tuple[int, float]]:

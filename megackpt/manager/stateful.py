@@ -148,7 +148,9 @@ class StatefulObjects:
                 states[name] = value.state_dict()
         if load:
             # Another number of ranks may have saved these.
-            states = tree.dict_list_map_outplace(_without_per_rank, states)
+            states = tree.dict_list_map_outplace(
+                lambda leaf: None if isinstance(leaf, PerRank) else leaf, states
+            )
         declared = sharded(states, among=self._among)
         if others is not None:
             if twice := states.keys() & others.keys():
@@ -275,10 +277,6 @@ class StatefulObjects:
             f"{name}: none of the modules given has all parameters of this optimizer. Give the "
             "module, too (model=...); for several modules, one torch.nn.ModuleDict of them"
         )
-
-
-def _without_per_rank(leaf: Any) -> Any:
-    return None if isinstance(leaf, PerRank) else leaf
 
 
 class _Former:

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -73,11 +73,13 @@ def uninstall() -> None:
     sys.modules.update(_hook.replaced)
     _hook.replaced = {}
     if "megatron.core" in sys.modules:
-        theirs = {name: _import_if_possible(name) for name in ours}
-        _replace(
-            ours,
-            {name: module for name, module in theirs.items() if module is not None},
-        )
+        theirs = {}
+        for name in ours:
+            # A release may lack the module, or the module may not import: then no object has to be
+            # restored.
+            with suppress(Exception):
+                theirs[name] = import_module(name)
+        _replace(ours, theirs)
 
 
 def _suffix(name: str) -> str | None:
@@ -90,14 +92,6 @@ def _take_out() -> dict[str, ModuleType]:
     """Remove the modules with Megatron's names from ``sys.modules``, and return them."""
     names = [name for name in list(sys.modules) if _suffix(name) is not None]
     return {name: sys.modules.pop(name) for name in names}
-
-
-def _import_if_possible(name: str) -> ModuleType | None:
-    """Megatron's module; None if this release lacks the module, or it does not import."""
-    try:
-        return import_module(name)
-    except Exception:  # noqa: BLE001 - of any release's code; no object has to be restored then
-        return None
 
 
 def _replace(old: Mapping[str, ModuleType], new: Mapping[str, ModuleType]) -> None:

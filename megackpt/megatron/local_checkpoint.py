@@ -138,7 +138,11 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             given = attempt(made)
             is_known = group.reduce_broadcast("declare", fits, all)
             if not is_known:
-                group.reduce_broadcast("check", lambda: given.get()[1], _check)
+                group.reduce_broadcast(
+                    "check",
+                    lambda: given.get()[1],
+                    lambda parts: coverage.check(Declarations.merge(parts).numbered()),
+                )
         extracted, _ = given.get()
         distribution = ShardDistribution({}, set(), {}, {})
         if is_parallel and is_known:
@@ -441,10 +445,6 @@ def _check_name(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         names = " or ".join(map(repr, known))
         raise CheckpointingException(f"{option} is {names}, not {value!r}")
-
-
-def _check(parts: Sequence[Declarations]) -> None:
-    coverage.check(Declarations.merge(parts).numbered())
 
 
 def _manifest(parts: Sequence[Declarations]) -> Manifest:

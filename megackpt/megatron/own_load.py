@@ -181,21 +181,15 @@ class _Loading:
         given = handled(strategy, state)
         found = strategy.load(given, self.storage.location)
         for path, leaf in tree.walk(given):
-            if not _exists(found, path):
+            try:
+                value = tree.lookup(found, path)
+            except (LookupError, TypeError) as error:
                 raise BackendError(
                     f"load() of {strategy} returns nothing for {leaf.key!r}, at {tree.show(path)}"
-                )
+                ) from error
             for i in numbers[id(leaf)]:
-                values[i] = tree.lookup(found, path)
+                values[i] = value
         return restore(extracted, values, dict(self.common))
-
-
-def _exists(found: Any, path: tree.Path) -> bool:
-    try:
-        tree.lookup(found, path)
-    except (LookupError, TypeError):
-        return False
-    return True
 
 
 def _stored(strategy: Any, storage: Storage) -> Manifest:

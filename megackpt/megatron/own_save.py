@@ -43,7 +43,7 @@ from megackpt.planning.manifest import (
 from megackpt.saver.save_operation import begin, make_plan
 from megackpt.saver.save_request import SaveRequest
 from megackpt.state import ShardedBase, ShardedObject
-from megackpt.storage import LocalStorage, Storage, read_digested
+from megackpt.storage import LocalStorage, read_digested
 from megackpt.strategies import Strategy
 
 File = tuple[str, int, bytes]
@@ -139,7 +139,21 @@ class _OwnSave:
             self.root.make_folder(self.folder)
             path = os.path.join(root.location, self.folder)
             self.outer.path = os.path.realpath(path)
-            given = _save_objects(strategy, self.request, root)
+            # The strategy does not write the common state or, if it handles tensors only, objects.
+            asked = self.request
+            files: dict[str, bytes] = {}
+            for row in np.flatnonzero(asked.declared.main).tolist():
+                if row == len(asked.shards):
+                    files[COMMON_FILE] = asked.held()[row]()  # type: ignore[operator]
+                    continue
+                shard = asked.shards[row]
+                if not strategy.can_handle_sharded_objects and isinstance(
+                    shard, ShardedObject
+                ):
+                    files[f"{shard.unique_key}.pt"] = serialization.dump(shard.data)
+            root.put_new(files)
+            # Copies of the declarations, which the strategy may change.
+            given = tree.dict_list_map_outplace(copy, handled(strategy, asked.state))
             with running(self.outer):
                 if not self.asynchronous:
                     strategy.save(given, path)
@@ -235,8 +249,18 @@ class _OwnSave:
 
     def synced(self, names: Sequence[str]) -> list[File]:
         """Make files durable, and read them for their digests."""
+        files = []
         with closing(self.root.folder("", self.session.alive)) as root:
-            return [_synced(root, name) for name in names]
+            for name in names:
+                with root.open(name) as reader:
+                    reader.sync()
+                    block = memoryview(bytearray(min(reader.size, DIGEST_BLOCK)))
+                    found = [
+                        read_digested(reader, start, block[: reader.size - start])
+                        for start in range(0, reader.size, DIGEST_BLOCK)
+                    ]
+                    files.append((name, reader.size, b"".join(found)))
+        return files
 
     def commit(self) -> None:
         """Make the files of all ranks the checkpoint. Collective; each rank reads a part."""
@@ -266,23 +290,6 @@ class _OwnSave:
             session.finish(nbytes)
 
 
-def _save_objects(strategy: Any, request: SaveRequest, root: Storage) -> Any:
-    """Write what the strategy does not: the common state and, if it handles tensors only, objects.
-
-    Returns the state for the strategy. Its declarations are copies, so it may change them.
-    """
-    files: dict[str, bytes] = {}
-    for row in np.flatnonzero(request.declared.main).tolist():
-        if row == len(request.shards):
-            files[COMMON_FILE] = request.held()[row]()  # type: ignore[operator]
-            continue
-        shard = request.shards[row]
-        if isinstance(shard, ShardedObject) and not strategy.can_handle_sharded_objects:
-            files[f"{shard.unique_key}.pt"] = serialization.dump(shard.data)
-    root.put_new(files)
-    return tree.dict_list_map_outplace(copy, handled(strategy, request.state))
-
-
 def _manifest(files: Iterable[File]) -> Manifest:
     entries, rows, digests = [], [], []
     for number, (name, size, found) in enumerate(sorted(files)):
@@ -293,14 +300,3 @@ def _manifest(files: Iterable[File]) -> Manifest:
     manifest = Manifest.of(entries, rows)
     chunks = replace(manifest.chunks, digests=digest_rows(b"".join(digests)))
     return replace(manifest, chunks=chunks)
-
-
-def _synced(root: LocalStorage, name: str) -> File:
-    with root.open(name) as reader:
-        reader.sync()
-        block = memoryview(bytearray(min(reader.size, DIGEST_BLOCK)))
-        found = [
-            read_digested(reader, start, block[: reader.size - start])
-            for start in range(0, reader.size, DIGEST_BLOCK)
-        ]
-        return name, reader.size, b"".join(found)

@@ -232,7 +232,7 @@ def save(
         if async_sharded_save:
             stage = _copy
         task, hold = stage(session, request, part)
-        session.writing = task
+        session.wait_for(task)
         examined = attempt(partial(_examine, request, part, turn))
         if wait_staged:
             hold()

@@ -40,7 +40,16 @@ def _set_dtype(dtype: np.dtype[Any], state: Any) -> None:
             code += f"[{count}{unit}]"
         alike = np.dtype(code)
     elif plain and dtype.kind == "V" and names is not None:
-        alike = _structure(names, fields, size, rest[1])
+        # A structure of fields, none of them a structure itself.
+        if type(names) is not tuple or type(fields) is not dict:
+            raise CorruptCheckpoint("a numpy structure has no fields")
+        layout: dict[str, Any] = {"names": list(names), "itemsize": size}
+        layout |= {"formats": [], "offsets": []}
+        for name in names:
+            part, offset = fields[name]
+            layout["formats"].append(_field(part))
+            layout["offsets"].append(offset)
+        alike = np.dtype(layout, align=bool(rest[1] & 128))  # type: ignore[call-overload]
     elif plain and dtype.kind == "V" and subarray is not None:
         part, shape = subarray
         if _field(part).subdtype is not None or not _is_shape(shape):
@@ -55,19 +64,6 @@ def _set_dtype(dtype: np.dtype[Any], state: Any) -> None:
             f"a numpy dtype of {dtype.itemsize} bytes has a state of {alike.itemsize}"
         )
     dtype.__setstate__(alike.__reduce__()[2])  # type: ignore[attr-defined]
-
-
-def _structure(names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
-    """A structure of fields, none of them a structure itself."""
-    if type(names) is not tuple or type(fields) is not dict:
-        raise CorruptCheckpoint("a numpy structure has no fields")
-    layout: dict[str, Any] = {"names": list(names), "itemsize": size}
-    layout |= {"formats": [], "offsets": []}
-    for name in names:
-        part, offset = fields[name]
-        layout["formats"].append(_field(part))
-        layout["offsets"].append(offset)
-    return np.dtype(layout, align=bool(flags & 128))  # type: ignore[call-overload,no-any-return]
 
 
 def _field(part: Any) -> np.dtype[Any]:

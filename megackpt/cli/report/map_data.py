@@ -63,6 +63,16 @@ def manifest_data(manifest: Manifest) -> Data:
         "length": chunks.length,
     }
     columns = {name: column[order] for name, column in columns.items()}
+    # The tensors that their chunks do not cover exactly once.
+    ndim = _dimensions(stored.tensors)
+    checked = stored.take(np.flatnonzero(ndim[stored.tensor] <= MAX_AXES))
+    wrong = uncovered(checked)
+    counts = np.bincount(stored.tensor, minlength=len(stored.tensors))
+    problems = {}
+    for number, entry in enumerate(stored.tensors):
+        is_missing = counts[number] == 0 and 0 not in entry.meta.shape
+        if is_missing or entry.key in wrong:
+            problems[number] = ""
     name, version = manifest.backend
     written_as = "not written yet"
     if name:
@@ -85,7 +95,7 @@ def manifest_data(manifest: Manifest) -> Data:
         "holders": None,
         "replicas": [],
         **_tensors(manifest.tensors, manifest.grids),
-        **_boxes(stored, np.arange(len(stored)), columns, _uncovered_tensors(stored)),
+        **_boxes(stored, np.arange(len(stored)), columns, problems),
     }
 
 
@@ -135,20 +145,6 @@ def declarations_data(declared: Declarations, balance: bool) -> Data:
         **_tensors(declared.tensors, [None] * len(declared.tensors)),
         **_boxes(declared, first[order], columns, problems),
     }
-
-
-def _uncovered_tensors(stored: Declarations) -> dict[int, str]:
-    """Numbers of the tensors that their chunks do not cover exactly once."""
-    ndim = _dimensions(stored.tensors)
-    checked = stored.take(np.flatnonzero(ndim[stored.tensor] <= MAX_AXES))
-    wrong = uncovered(checked)
-    counts = np.bincount(stored.tensor, minlength=len(stored.tensors))
-    found = {}
-    for number, entry in enumerate(stored.tensors):
-        is_missing = counts[number] == 0 and 0 not in entry.meta.shape
-        if is_missing or entry.key in wrong:
-            found[number] = ""
-    return found
 
 
 def _sorted_by_box(tensor: NDArray[Any], boxes: Boxes) -> Int64:

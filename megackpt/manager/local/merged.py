@@ -70,7 +70,16 @@ class MergedSave(NamedTuple):
             raise CorruptCheckpoint(
                 f"the ranks have saved {twice[0]!r} with different shapes or dtypes"
             )
-        files, file = merged_tables(list(map(_files, tables)), [c.file for c in chunks])
+        names = []
+        for table in tables:
+            folder = table.piece.folder
+            paths = [f"{folder}/{name}" for name in table.manifest.files]
+            if table.piece.rank == 0:
+                # The format recognizes common state by the name of its file.
+                common = f"{folder}/{COMMON_FILE}"
+                paths = [COMMON_FILE if path == common else path for path in paths]
+            names.append(tuple(paths))
+        files, file = merged_tables(names, [c.file for c in chunks])
         boxes = Boxes.concat([c.boxes for c in chunks])
         places = np.column_stack([tensor, boxes.offset, boxes.shape])
         first = np.sort(np.unique(places, axis=0, return_index=True)[1])
@@ -164,14 +173,3 @@ def transfers(
             rounds += [{} for _ in range(turn + 1 - len(rounds))]
             rounds[turn][members[member]] = sender, piece
     return rounds
-
-
-def _files(table: PieceTable) -> tuple[str, ...]:
-    """The files of a piece, relative to the folder of the save."""
-    folder = table.piece.folder
-    names = [f"{folder}/{name}" for name in table.manifest.files]
-    if table.piece.rank == 0:
-        # The format recognizes common state by the name of its file.
-        common = f"{folder}/{COMMON_FILE}"
-        names = [COMMON_FILE if name == common else name for name in names]
-    return tuple(names)

@@ -148,7 +148,11 @@ class HostPieces:
         """The space in the file system as soon as everything but these saves is removed."""
         names = _superfluous(self._made(), keep)
         space = os.statvfs(self.location)
-        removed = sum(_allocated(f"{self.location}/{name}") for name in names)
+        removed = 0
+        for name in names:
+            for folder, _, files in os.walk(f"{self.location}/{name}"):
+                for file in files:
+                    removed += 512 * os.lstat(f"{folder}/{file}").st_blocks
         return space.f_bavail * space.f_frsize + removed
 
     def _made(self) -> LocalStorage:
@@ -290,12 +294,3 @@ def _superfluous(storage: LocalStorage, keep: Iterable[LocalSave]) -> list[str]:
     """The entries that are none of these saves."""
     kept = {save.folder for save in keep}
     return [name for name in storage.list() if name not in kept]
-
-
-def _allocated(path: str) -> int:
-    """The bytes that the files below a path take."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            total += 512 * os.lstat(f"{folder}/{name}").st_blocks
-    return total

@@ -245,7 +245,9 @@ class LocalRestore:
                 own = {**options, "strict": StrictHandling.RAISE_UNEXPECTED}
                 loaded = attempt(partial(self._read, path, state, own))
                 problem = group.reduce_broadcast(
-                    "load", partial(_error, loaded), _first
+                    "load",
+                    partial(_error, loaded),
+                    lambda problems: next(filter(None, problems), ""),
                 )
                 if not problem:
                     self.loaded = save
@@ -345,29 +347,18 @@ class LocalRestore:
             for rank, (_, owner) in turn.items():
                 held.add(Piece(save, owner), held.hosts[rank])
         if group.is_coordinator:
-            logger.info("%s", _moves_of(save, rounds, held.hosts))
+            moves = [
+                f"those of rank {owner} from {held.hosts[sender]!r} to {held.hosts[to]!r}"
+                for turn in rounds
+                for to, (sender, owner) in turn.items()
+            ]
+            logger.info(
+                "local step %d: shards that were fetched from other hosts: %s",
+                save.step,
+                join_truncated(moves, 8, ", ") or "none",
+            )
 
 
 def _error(loaded: Attempt[Any]) -> str:
     """Why a rank could not load; "" if it has."""
     return "" if loaded.error is None else str(loaded.error) or repr(loaded.error)
-
-
-def _first(problems: Sequence[str]) -> str:
-    """The first problem of any rank."""
-    return next(filter(None, problems), "")
-
-
-def _moves_of(
-    save: LocalSave,
-    rounds: Sequence[Mapping[int, tuple[int, int]]],
-    hosts: Sequence[str],
-) -> str:
-    """Which pieces have travelled."""
-    moves = [
-        f"those of rank {owner} from {hosts[sender]!r} to {hosts[to]!r}"
-        for turn in rounds
-        for to, (sender, owner) in turn.items()
-    ]
-    moved = join_truncated(moves, 8, ", ") or "none"
-    return f"local step {save.step}: shards that were fetched from other hosts: {moved}"

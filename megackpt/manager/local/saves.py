@@ -333,8 +333,12 @@ def as_one_rank(state: Any) -> Any:
             leaf.build_fn = lambda *args: tree.dict_list_map_outplace(
                 own, build_fn(*args)
             )
-        elif isinstance(leaf, ShardedTensor) and _is_empty(leaf):
-            # This rank has no element of the tensor to save or to load.
+        elif (
+            isinstance(leaf, ShardedTensor)
+            and 0 in leaf.local_shape
+            and 0 not in leaf.global_shape
+        ):
+            # This rank has no element to save or to load: few rows may be on many ranks.
             leaf = LocalNonpersistentObject(destination(leaf))
         elif isinstance(leaf, (ShardedTensor, ShardedObject)):
             place: list[Hashable] = [leaf.key, tuple(leaf.global_offset)]
@@ -347,11 +351,6 @@ def as_one_rank(state: Any) -> Any:
         return leaf
 
     return tree.dict_list_map_outplace(own, state)
-
-
-def _is_empty(shard: ShardedTensor) -> bool:
-    """Whether a shard of a tensor with elements has none: few rows may be on many ranks."""
-    return 0 in shard.local_shape and 0 not in shard.global_shape
 
 
 def nbytes_of(state: ShardedStateDict) -> int:
