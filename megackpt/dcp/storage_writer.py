@@ -106,8 +106,9 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     Rank 0 of the process group begins and commits the save, and names the files: override
     ``file_name`` for other names. ``async_save`` stages like stock's writer, and works in a thread
     and in a process (which pickles the writer: a subclass must be importable there).
-    ``enable_plan_caching`` and ``no_dist`` work; ``use_collectives=False`` is refused. With plan caching
-    and without ``install``, an override of ``write_data`` calls this class in the thread of its caller.
+    ``enable_plan_caching`` and ``no_dist`` work; ``use_collectives=False`` is refused. With plan
+    caching and without ``install``, an override of ``write_data`` calls the method of this class in
+    the thread of its caller.
 
     Args:
         path: the directory. A ``checkpoint_id`` given to ``save`` takes its place.
