@@ -16,7 +16,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.checkpoint import Transaction, transaction
+from megackpt.checkpoint import Transaction, save_session
 from megackpt.errors import CheckpointReplaced, SaveInProgress
 from megackpt.storage.local import LocalStorage
 from tests.faults.share import part
@@ -89,7 +89,7 @@ class Meetings:
     def contend(self, job: int, seed: int, before: str) -> None:
         logging.disable()
         chance = random.Random(f"{seed} {job}")
-        real = transaction.begin
+        real = save_session.begin
         if not self.locks:  # as on a file system without them
             LocalStorage.lock = lambda _: True  # type: ignore[method-assign]
 
@@ -103,13 +103,13 @@ class Meetings:
             finally:
                 self.begun.wait()
 
-        transaction.begin = begin
+        save_session.begin = begin
         for meeting in range(self.rounds):
             where = self.where / str(meeting) / "c"
             if job == 0:
-                transaction.begin = real
+                save_session.begin = real
                 prepare(where, before)
-                transaction.begin = begin
+                save_session.begin = begin
             self.start.wait()
             try:
                 megackpt.save(state(float(job)), where)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from megackpt.backends import torch_dist, zarr
-from megackpt.checkpoint import Transaction, transaction
+from megackpt.checkpoint import Transaction, save_session
 from megackpt.distributed.process_group import ProcessGroup
 from megackpt.errors import StorageError
 from megackpt.loader import load_operation
@@ -118,7 +118,7 @@ class Fault:
         for name in ("_lowest", "_gather", "_scatter", "_broadcast"):
             self.message(name)
         self.before(save_request, "declare", "declare")
-        self.before(transaction, "begin", "begin")
+        self.before(save_session, "begin", "begin")
         self.after(Transaction, "_complete", "commit")
         self.before(load_operation._LoadOperation, "compare", "compare")
         self.before(AsyncCallsQueue, "schedule_async_request", "returned")
