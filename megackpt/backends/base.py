@@ -131,14 +131,14 @@ class Properties:
     max_item_bytes: int | None = None
     """Rows are cut to at most this many bytes."""
     encoding: str = "raw"
-    """"raw": the bytes at the location of a chunk are those of its box. "native": only ``read``
-    knows."""
+    """"raw": the bytes at the location of a chunk are the elements of its box. "native": only
+    ``read`` can decode them."""
     export_only: bool = False
     """One process writes everything: ``convert`` does, ``save`` refuses the format."""
     follows_links: bool = False
     """Data files may be links to files outside of the directory."""
     indexed: bool = True
-    """A save writes our index. False: nothing of ours stays in the directory, so there are no
+    """A save writes our index. False: no file of ours stays in the directory, so there are no
     digests. Such a save replaces no checkpoint, and is not replaced. Object stores always have
     the index."""
 
@@ -160,7 +160,7 @@ class Finished:
 
     ``manifest`` describes the chunks as they are stored now. ``files``: name -> content of the
     format's own table of contents. The caller writes them into the staging directory, except for
-    those in ``written``, which ``write`` has made durable.
+    the files in ``written``, which ``write`` has made durable.
     """
 
     manifest: Manifest
@@ -250,8 +250,8 @@ class Backend(ABC):
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         """For each chunk, the bytes of memory that ``read`` takes to decode any part of it.
 
-        0: the bytes at its location are those of its box, so that others may read them, too. By
-        default 0 for a raw manifest, else the size of the whole chunk.
+        0: the bytes at its location are the elements of its box, so code outside of the backend may
+        read them. By default 0 for a raw manifest, else the size of the whole chunk.
         """
         chunks = manifest.chunks
         if manifest.encoding == "raw":

@@ -1,4 +1,4 @@
-"""What the recovery of a directory does with each directory beside it, as a table."""
+"""The action of a recovery for each directory that a save has left beside its target: a table."""
 
 from __future__ import annotations
 
@@ -55,4 +55,5 @@ ACTIONS = {
     (Holds.CHECKPOINT, Suffix.TAKEN, Owner.ALIVE, Fit.SPARE): Action.LEAVE,
     (Holds.CHECKPOINT, Suffix.TAKEN, Owner.DEAD, Fit.SPARE): Action.REMOVE,
 }
-"""A directory with a marker is compared with nothing. No save has the suffix ``old``."""
+"""A directory with a marker does not belong in NAME. The suffix ``old`` names no save, so the owner
+of such a directory is DEAD."""

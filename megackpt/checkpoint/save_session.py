@@ -25,16 +25,18 @@ T = TypeVar("T")
 class SaveSession:
     """One save on one rank. On rank 0 it has the transaction.
 
-    Each step in the storage is bounded: StorageError if the storage does not answer. A step that
-    was given up may hang on. When the storage answers, the step ends, and its thread aborts the
-    transaction. Until then this process does not touch the storage any more.
+    Each call to the storage is bounded: StorageError if the storage does not answer. The thread of
+    a call that was given up may hang on. When the storage answers, the call ends, and this thread
+    aborts the transaction. Until then this process does not touch the storage any more.
 
-    ``megackpt.save`` runs the parts of a save in ``running``. Where the parts of a save come from
-    different threads or processes (torch DCP), or some errors keep the files (``convert``), the
-    caller has no group, calls ``end``, and has events of another operation.
+    There are two ways to use a session. With a group, each part of a save runs in ``running``,
+    which ends the save if the part raises (``megackpt.save``, custom strategies). Without a group,
+    the caller calls ``end``, and makes the events of its own operation. This is for parts that
+    come from different threads or processes (torch DCP), and for errors that keep the files
+    (``convert``).
 
     Args:
-        timeout: how long the storage may not answer in one step. None: for ever.
+        timeout: how long the storage may not answer in one call. None: for ever.
         who: the saver, for errors, such as "rank 0, host 'a'".
         group: the ranks of the save. The session then is an operation in the events.
     """
@@ -116,7 +118,8 @@ class SaveSession:
     ) -> int:
         """Commit, on rank 0: see ``Transaction.commit``. Returns the bytes of all chunks.
 
-        ``confirm`` waits for ranks, with a bound of its own. By default it asks those of ``group``.
+        ``confirm`` asks all ranks whether they still wait, and has a bound for that. By default it
+        asks the ranks of ``group``. ``Transaction.commit`` calls it twice.
         """
         ask = confirm or self.group.confirm
 
@@ -141,7 +144,9 @@ class SaveSession:
         return self._executor.call(name, work, *args, **kwargs)
 
     def finish(self, nbytes: int = 0) -> None:
-        """End without an error: this save, or another one in its place, is committed."""
+        """End without an error. This save is committed, or the engine of a custom strategy commits
+        a save in its place.
+        """
         self.total.operation.bytes = nbytes
         self.end()
         events.finish(self.total)
@@ -164,8 +169,8 @@ class SaveSession:
     def end(self, keep: bool = False) -> None:
         """Abort the transaction unless it is committed. An error of the storage is logged.
 
-        ``keep``: the files stay, as other ranks may still write them, or a later call resumes. The
-        next other save removes them.
+        ``keep``: the files stay, because other ranks may still write them, or because a later call
+        resumes the save. The next save with another id removes them.
         """
 
         def finish() -> None:

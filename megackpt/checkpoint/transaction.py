@@ -1,20 +1,20 @@
 """The transaction of a save: it makes a directory, or a URL of an object store, a checkpoint.
 
-========== ============================== ==================== ===========================
+========== ============================== ==================== ============================
 state      what has happened              a reader finds       recovery, if the save dies
-========== ============================== ==================== ===========================
+========== ============================== ==================== ============================
 BEGUN      staging directory and marker;  the old checkpoint,  removes the staging
            the ranks write                or none              directory
 FILLED     the files of all ranks are     the same             the same
            there, in full
 COMPLETE   table of contents and index    the same             the same
            are durable
-PUBLISHED  staging is the target          the new checkpoint   removes the old files,
-                                                               moves files of others back
-RETIRED    nothing else is left           the new checkpoint   has nothing to do
-ABORTED    the staging directory is gone  the old checkpoint,  has nothing to do
+PUBLISHED  staging is the target          the new checkpoint   removes the old files, moves
+                                                               files of other programs back
+RETIRED    the old directory is removed   the new checkpoint   is not needed
+ABORTED    the staging directory is gone  the old checkpoint,  is not needed
                                           or none
-========== ============================== ==================== ===========================
+========== ============================== ==================== ============================
 
 Readers see only ``publish``, and it is exclusive: of two saves that reach it, one wins and the
 other raises, however late its process continues. ``begin`` removes saves that are provably dead
@@ -160,11 +160,11 @@ class Transaction:
         Args:
             names: the files that the save may make; their first parts count.
             scratch: files that exist only during the save. The commit removes them.
-            replaces: files of others, by full name, with the bytes that this save writes.
+            replaces: files of other programs, by full name, with the bytes that this save writes.
                 They stay, and do not collide.
 
         Raises:
-            StorageError: files of others have such names. Nothing has been changed.
+            StorageError: files of other programs have such names. No file has been changed.
         """
         self._scratch = (*self._scratch, *scratch)
         self._replaces.update(replaces)
@@ -196,7 +196,8 @@ class Transaction:
     ) -> None:
         """Make the save the checkpoint, complete and durable, after all ranks have written.
 
-        If this raises, nothing is committed, and the caller calls ``abort``.
+        If this raises, the caller calls ``abort``. Then the save is not committed, or another save has
+        replaced it already.
 
         Args:
             manifest: with the locations that the ranks reported.
@@ -283,7 +284,7 @@ class Transaction:
         return Record(self.save_id, time.time(), checksum, count, nbytes)
 
     def _intact(self, files: Mapping[str, bytes]) -> list[str]:
-        """The files that ranks wrote as the coordinator would. Removes those that differ.
+        """The files that ranks wrote as the coordinator would. Removes files that differ.
 
         A rank may have had other options. Files may be absent: a resumed save has removed them.
         """
@@ -312,7 +313,7 @@ class Transaction:
         self.state = state
 
     def abort(self) -> None:
-        """Remove the files of this save. The next save removes those that cannot be removed now."""
+        """Remove the files of this save. The next save removes files that cannot be removed now."""
         if not self._ended() or self.state in (State.PUBLISHED, State.RETIRED):
             return
         self._enter(State.ABORTED)
@@ -360,9 +361,9 @@ def begin(
     """Begin a save to this directory. No reader sees it before it is committed.
 
     It makes parent directories and follows a symbolic link. It removes leftovers of dead saves,
-    except those of this id with ``resume``: then the save continues from them. One that will not be
-    ``indexed`` replaces nothing, as a later save could not know which files are its own. ``moved``
-    is that of the storage of the files (see Storage).
+    except leftovers of this id with ``resume``: then the save continues from them. A save that will
+    not be ``indexed`` replaces no checkpoint, as a later save could not know which files belong to
+    it. The storage of the files calls ``moved`` (see Storage).
 
     Raises:
         CheckpointExists: a complete checkpoint is there, and it may not be replaced.
@@ -488,12 +489,12 @@ class Writing:
 
 
 def remove(directory: Directory) -> None:
-    """Remove a complete checkpoint of this library. Files of others stay.
+    """Remove a complete checkpoint of this library. Files of other programs stay.
 
     For readers it disappears in one step. A load that has opened it may fail.
 
     Raises:
-        NotACheckpoint: nothing complete is here, or another library wrote it.
+        NotACheckpoint: no complete checkpoint is here, or another library wrote it.
         CorruptCheckpoint: the files that belong to it cannot be determined.
         SaveInProgress: another process writes to it, or has written meanwhile.
         StorageError: the storage refused. The next save or removal continues.

@@ -1,4 +1,4 @@
-"""The calls of one rank: the calls that it has started, and the failed ones.
+"""The calls of one rank: the calls that it has started, and the calls that have failed.
 
 A *call* is one save or load, including its asynchronous completion, with the same number on all
 ranks. Its steps are numbered, too, so messages of several calls do not mix.
@@ -30,7 +30,7 @@ class Outcome:
 
 
 class Calls:
-    """Failures are set on the thread of the event loop; other threads begin calls."""
+    """The calls of this rank. The event loop's thread sets failures; other threads begin calls."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
@@ -71,7 +71,7 @@ class Calls:
         return math.inf if outcome is None else outcome.failed
 
     def other_failed(self, call: int, name: str) -> bool:
-        """Whether another call has failed under this number: this rank has left that one out."""
+        """Whether a call of another name has failed under this number: this rank took no part in it."""
         verdict = self.verdict(call)
         return verdict is not None and verdict.name not in (None, name)
 

@@ -13,7 +13,7 @@ CLOSED     the neighbour has closed the last socket: it has ended, or it returns
 
 ``TABLE`` decides what happens to the connection, ``AFTER_LOSS`` what happens to a step that waits
 for it. So both tables together say which steps survive a cut. ``Tree`` has one method for each
-action.
+action except NOTHING.
 """
 
 from __future__ import annotations

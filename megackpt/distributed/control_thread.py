@@ -23,7 +23,7 @@ _starting = threading.Lock()
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process, on a thread of its own."""
+    """The event loop of this process, which runs on a separate thread."""
     global _loop  # noqa: PLW0603
     with _starting:
         if _loop is None:
@@ -40,7 +40,7 @@ _of_parents: list[asyncio.AbstractEventLoop] = []
 
 
 def _forked() -> None:
-    """In a forked child: close its copies, so that others notice the end of the parent."""
+    """In a forked child: close its copies of sockets, so that ranks notice the parent's end."""
     global _loop, _starting  # noqa: PLW0603
     _starting = threading.Lock()
     for tree in tuple(trees):

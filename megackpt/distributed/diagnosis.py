@@ -52,8 +52,8 @@ class Waiting:
 def missing(step: Waiting, asking: int | None = None) -> dict[int, str]:
     """The ranks for which a step waits, each with a word.
 
-    ``asking``: the neighbour that gets this as an answer. It is in no answer to itself, and an
-    answer may be empty.
+    ``asking``: the neighbour that gets the result as an answer. The result is then without the
+    ranks behind this neighbour, and may be empty.
     """
     found: dict[int, str] = {}
     for neighbour in step.neighbours:
@@ -66,7 +66,7 @@ def missing(step: Waiting, asking: int | None = None) -> dict[int, str]:
 
 
 def _missing_behind(neighbour: Neighbour, step: Waiting) -> Mapping[int, str]:
-    """The missing ranks, as far as this neighbour shows them."""
+    """The missing ranks that this neighbour shows: itself, or the ranks in its answer."""
     state = neighbour.condition.state
     if state is State.CLOSED:
         return {neighbour.rank: Reason.ENDED}
@@ -81,7 +81,7 @@ def _missing_behind(neighbour: Neighbour, step: Waiting) -> Mapping[int, str]:
 
 
 def ended(step: Waiting) -> dict[int, str]:
-    """The neighbours for which a step waits in vain."""
+    """The neighbours whose process has ended, so that a step waits for them in vain."""
     found: dict[int, str] = {}
     for neighbour in step.neighbours:
         state, since = neighbour.condition

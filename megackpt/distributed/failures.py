@@ -1,8 +1,8 @@
 """How an exception of one rank is sent, and raised on all ranks.
 
 An exception may hold anything (open files, tensors, locks), so it is never sent itself: a
-``Failure`` carries its class if megackpt defines it, its text and its formatted traceback. A class
-of the user's is text, too: no other rank imports it.
+``Failure`` carries its class if megackpt defines it, its text and its formatted traceback. An
+exception of a user's class is sent as its name and text: no other rank imports the class.
 """
 
 from __future__ import annotations

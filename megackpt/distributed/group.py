@@ -48,8 +48,8 @@ class Group(ABC):
     All of them make the same calls in the same order. An exception of any rank's ``work``, or of
     the coordinator's ``decide``, is raised on every rank: if all failures have one class of
     megackpt, as that class with a text that names the ranks, otherwise as RankFailure. A rank that
-    is gone, or does not answer in time, is a RankFailure as well. KeyboardInterrupt and SystemExit
-    pass through where they happen.
+    is gone, or does not answer in time, is a RankLost, a subclass of RankFailure.
+    KeyboardInterrupt and SystemExit pass through where they happen.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Group(ABC):
     def __exit__(  # noqa: B027 - a single process has no peers
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        """End it. All ranks learn at once of an error that only this rank has."""
+        """End the save or load. All ranks learn at once of an error that only this rank has."""
 
     def give_up(self) -> None:  # noqa: B027 - as above
         """Let the save fail on all ranks. Not collective; all other ranks raise RankLost."""

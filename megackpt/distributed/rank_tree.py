@@ -137,7 +137,7 @@ class Tree:
     ) -> bytes | None:
         """On rank 0 the merged payloads of all ranks; None elsewhere.
 
-        ``merge`` takes this rank's own payload first, then those of its children in order.
+        ``merge`` takes this rank's own payload first, then the payloads of its children in order.
         """
         arrived = await self._collect(step, GATHERED, self.children, step.timeout)
         merged = merge([own, *arrived])
@@ -149,7 +149,7 @@ class Tree:
         return None
 
     async def scatter(self, step: Step, parts: Sequence[Payload] | None) -> Payload:
-        """This rank's part of those of rank 0."""
+        """The part for this rank of the parts that rank 0 gives."""
         if parts is None:
             parts = split(await self._from_parent(step))
         shares = {
@@ -172,7 +172,7 @@ class Tree:
         await self._collect(step, CONFIRMED, self.children, seconds)
 
     async def fail(self, call: int, verdict: Verdict) -> None:
-        """Let a call fail on all ranks, and wait until that is on its way."""
+        """Let a call fail on all ranks, and wait until the report or the verdict is on its way."""
         self._report(call, verdict)
         if self.parent is None:
             await self._settle(call)
@@ -192,7 +192,7 @@ class Tree:
         source: int,
         incoming: Stream,
     ) -> None:
-        """Send a stream to one rank, and receive one from another, over own connections."""
+        """Send a stream to one rank, and receive one from another, over separate connections."""
         await asyncio.gather(
             self._guard(step, to, self._give(step, address, outgoing)),
             self._guard(step, source, self._take(step, source, incoming)),

@@ -87,7 +87,7 @@ class JobStore:
         self._heard = 0.0
 
     def is_silent(self, timeout: float = math.inf) -> bool:
-        """Whether it has not answered for 4 seconds, or half of the timeout."""
+        """Whether the store has not answered for 4 seconds, or half of the timeout."""
         seconds = min(_ANSWER_SECONDS, timeout / 2)
         return self._uses > 0 and time.monotonic() - self._heard > seconds
 
@@ -177,8 +177,8 @@ class JobStore:
 def own_hosts(store: Any = None) -> list[str]:
     """Where other hosts reach this one: by the interface that GLOO_SOCKET_IFNAME names.
 
-    Otherwise by the interface on the way to the job's store, or by the default route's: the name
-    of the store's host may lead processes on that host to a loopback address.
+    Otherwise by the interfaces on the way to the job's store and on the default route: the name of
+    the store's host may lead processes on that host to a loopback address.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
@@ -222,7 +222,7 @@ class Listener:
         """Connections that have not shown that they are of this job, the oldest first."""
 
     async def open(self, store: JobStore) -> Address:
-        """Listen at the addresses of ``own_hosts`` only. Returns where."""
+        """Listen at the addresses of ``own_hosts`` only. Returns the address to publish."""
         async with self._opening:
             if not self.sockets:
                 await store.token()
@@ -285,7 +285,7 @@ class Listener:
 
 
 def _bound(host: str) -> socket.socket:
-    """A socket that listens at this address only, or at all if this is not possible."""
+    """A socket that listens at this address only, or at all addresses if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         made = socket.create_server((host, 0), family=family, backlog=1024)
@@ -305,7 +305,7 @@ def _proof(token: bytes, side: str, name: str, nonce: bytes, greeting: bytes) ->
 async def connect(
     address: Address, token: bytes, kind: int, rank: int, call: int, number: int
 ) -> socket.socket:
-    """A connection to the listener at this address. Raises OSError where none answers so."""
+    """A connection to the listener at this address. OSError without a proof of the token."""
     places, name = address
     failed: Exception = OSError("no address")
     host, port = "", 0

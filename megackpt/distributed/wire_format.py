@@ -171,7 +171,7 @@ def _name(function: Any) -> str:
 
 
 def _taken_apart(value: Any) -> tuple[str, Any]:
-    """What makes an equal object: the name of a class or function, and its arguments."""
+    """The name of a class or function, and the arguments with which it makes an equal object."""
     kind: Any = type(value)
     if kind.__module__ == "torch" and kind.__name__ != "Size":
         return _name(_torch_value), [str(value)]

@@ -3,8 +3,9 @@
 A table maps patterns of our keys to a Hugging Face name, or to a rule that composes our tensor of
 Hugging Face tensors; None: Hugging Face has no such tensor. In a pattern ``*`` is any text, as
 short as possible, and ``#`` a number. ``.#`` also matches the empty text: then the tensor has a
-leading axis for the numbers, like the stacked layers of Megatron-Core. The n-th ``*`` and the n-th
-``#`` of a Hugging Face name have the value that the n-th ones of the pattern matched.
+leading axis for the numbers, like the stacked layers of Megatron-Core. The n-th ``*`` of a Hugging
+Face name stands for the text that the n-th ``*`` of the pattern matched, and likewise the n-th
+``#``.
 """
 
 from typing import TYPE_CHECKING

@@ -123,10 +123,10 @@ class _PlacedItemWriter(ItemWriter, Source):
 
 
 class HuggingFaceStorageWriter(FileSystemWriter):
-    """Saves through torch DCP as a directory of Hugging Face's, which ``from_pretrained`` opens.
+    """Saves through torch DCP as a Hugging Face directory, which ``from_pretrained`` opens.
 
     The ranks write their parts of each tensor to its place in ``model-00001-of-0000N.safetensors``.
-    Then ``model.safetensors.index.json`` is written, and all appears in one step. The directory has
+    Then ``model.safetensors.index.json`` is written. All files appear in one step. The directory has
     neither ``shard-*`` files nor a folder ``sharded``, so it needs no consolidation::
 
         import torch
@@ -237,7 +237,7 @@ class HuggingFaceStorageWriter(FileSystemWriter):
 
 
 class HuggingFaceStorageReader(FileSystemReader):
-    """Loads safetensors files: Hugging Face's, megackpt's, and pieces of torch DCP's ranks.
+    """Loads safetensors files of Hugging Face and megackpt, and pieces of the ranks of torch DCP.
 
     Holes and overlaps of pieces are errors, and so are absent files of pieces. Objects are left
     out.

@@ -74,9 +74,9 @@ def export_huggingface(
 ) -> Converted:
     """Write a training checkpoint as ``model.safetensors`` (or several files) and its config.
 
-    Weights and files are committed together, atomically. A file of the target that has the name of
-    a copied one and other bytes is not replaced: the export is refused. Move that file away first.
-    So are the weights of an export without ``index``.
+    Weights and files are committed together, atomically. The export is refused if the target has a
+    file with the name of a copied file and other bytes, or weights of an earlier export without
+    ``index``. Move these files away first.
 
     Args:
         source: a checkpoint of any format.

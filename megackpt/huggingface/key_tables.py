@@ -131,9 +131,9 @@ def _with_experts(
 def bert(config: Mapping[str, Any], prefix: str = "", masked_lm: bool = False) -> Rules:
     """BERT's encoder (and MiniLM's), by its ``config.json``.
 
-    ``prefix``: what their names begin with, such as "bert.". ``masked_lm``: with the head of
-    BertForMaskedLM. Our keys have Megatron-Core's names; a layer has two norms, each after the
-    part that it normalizes.
+    ``prefix``: the beginning of the Hugging Face names, such as "bert.". ``masked_lm``: with the
+    head of BertForMaskedLM. Our keys have Megatron-Core's names. A layer has two norms, each after
+    the part that it normalizes.
     """
     heads = _positive_int(config, "num_attention_heads")
     vocabulary = _positive_int(config, "vocab_size")

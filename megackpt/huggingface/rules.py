@@ -19,11 +19,11 @@ Naming = Callable[[str], str]
 class Piece:
     """The region ``box`` of one tensor is the region ``there`` of the tensor ``key``.
 
-    ``shape``: the shape of the tensor ``key``. ``axes``: for each of its axes the axis here that
-    runs along it (None: none; its extent is 1). Axes here that are not named have the extent 1,
-    too. ``tied``: another one of our tensors has the same values. ``exact``: the stored tensor must
-    have this shape, even with ``allow_shape_mismatch``. ``stacked``: how many leading axes here are
-    numbers in ``key``.
+    "Here" is the first tensor. ``shape``: the shape of the tensor ``key``. ``axes``: for each axis
+    of the tensor ``key`` the axis here that runs along it. None: no axis here does, and the extent
+    is 1. An axis here that ``axes`` does not name has the extent 1, too. ``tied``: another one of
+    our tensors has the same values. ``exact``: the stored tensor must have this shape, even with
+    ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers in ``key``.
     """
 
     box: Box
@@ -36,7 +36,7 @@ class Piece:
     stacked: int = 0
 
     def within(self, box: Box) -> Piece | None:
-        """The part of it in a box; None if there is none."""
+        """The part of this piece in a box; None if the piece is outside the box."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -157,7 +157,7 @@ class Padded(_OfOne):
 
 @dataclass(frozen=True)
 class Tied(_OfOne):
-    """The same values as another one of our tensors, which is written. This one is only read."""
+    """A tensor with the values of another one of our tensors. Only the other tensor is written."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
         pieces = as_rule(self.whole).pieces(shape, naming)

@@ -37,8 +37,8 @@ T = TypeVar("T")
 class LoadSession:
     """Opens and reads the checkpoint of one load, on one rank.
 
-    Each call is bounded: StorageError if the storage does not answer. After a call that was given
-    up, all later calls raise the same error.
+    Each call to the storage is bounded: StorageError if the storage does not answer. After a call
+    that was given up, all later calls raise the same error.
 
     Args:
         timeout: how long the storage may not answer in one call. None: for ever.
@@ -98,7 +98,7 @@ class LoadSession:
     ) -> None:
         """Call ``work``, which reads into tensors of the caller.
 
-        CheckpointReplaced if it fails, and a save has replaced the checkpoint meanwhile.
+        Raises CheckpointReplaced if ``work`` fails and a save has replaced the checkpoint meanwhile.
         """
 
         def read() -> None:
@@ -129,7 +129,7 @@ class LoadSession:
         verify: bool = True,
         trusted: Sequence[type] = (),
     ) -> list[Any]:
-        """Read each wanted row: into ``tensors[i]``, or as an object if that is None or absent."""
+        """Read each wanted row: into ``tensors[i]``, or as an object without such a tensor."""
         into = [*tensors, *[None] * (len(wanted) - len(tensors))]
         target = target_of(wanted, opened.manifest, into)
         self.read(opened, plan_load(wanted, opened.manifest), target, verify)

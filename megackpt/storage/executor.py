@@ -134,7 +134,7 @@ class Executor:
         self._calls: SimpleQueue[Call[Any] | None] = SimpleQueue()
         # The thread of an executor that is garbage collected ends, too.
         self.close = weakref.finalize(self, self._calls.put, None)
-        """End the thread after its calls, the one that hangs, too."""
+        """End the thread after its calls, also after a call that hangs."""
 
     def call(
         self, name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
