@@ -117,7 +117,7 @@ class LoadSession:
                 raise
             raise StorageError(
                 f"{error}. The tensors of this load must not be used: when the storage "
-                "answers, reads that hang may still write to them. Load into others"
+                "answers, reads that hang may still write to them. Load into other tensors"
             ) from None
 
     def rows(
