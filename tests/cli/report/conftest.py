@@ -136,7 +136,7 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def open(self, path: Path) -> None:
-        """Open a file and wait until the page says that it is ready (or has failed)."""
+        """Open a file and wait until the page is ready (or has failed) and drawn."""
         self.log.clear()
         self.asked.clear()
         self.call("Page.navigate", url="about:blank")
@@ -144,6 +144,7 @@ class Browser:
         self.wait(
             "document.documentElement?.dataset.ready || document.querySelector('.failed')"
         )
+        self.settle()  # a picture is drawn when the page has its size
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
