@@ -73,9 +73,8 @@ PATIENCE = 2.0
 """Seconds that a save waits for the lock of the parent directory; then it continues without."""
 
 _PAUSES = (0.0, 0.2, 1.0, 3.0)  # seconds; network file systems show new entries late
-_COMPARED = (
-    1 << 30
-)  # bytes; foreign files in a checkpoint, such as an export's, are smaller
+_COMPARED = 1 << 30
+"""Bytes. Foreign files in a checkpoint, such as the files of an export, are smaller."""
 _PASSES = 5  # over a directory into which other processes still write
 _PAUSE = 0.02  # seconds
 _OWN_FILES = f"{TEMPORARY}own-files"  # in a directory that is being removed

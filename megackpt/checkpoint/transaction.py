@@ -196,8 +196,8 @@ class Transaction:
     ) -> None:
         """Make the save the checkpoint, complete and durable, after all ranks have written.
 
-        If this raises, the caller calls ``abort``. Then the save is not committed, or another save has
-        replaced it already.
+        If this raises, the caller calls ``abort``. Then the save is not committed, or another save
+        has replaced it already.
 
         Args:
             manifest: with the locations that the ranks reported.

@@ -71,7 +71,7 @@ class Calls:
         return math.inf if outcome is None else outcome.failed
 
     def other_failed(self, call: int, name: str) -> bool:
-        """Whether a call of another name has failed under this number: this rank took no part in it."""
+        """Whether a call of another name has failed under this number, without this rank."""
         verdict = self.verdict(call)
         return verdict is not None and verdict.name not in (None, name)
 

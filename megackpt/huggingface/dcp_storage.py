@@ -126,8 +126,8 @@ class HuggingFaceStorageWriter(FileSystemWriter):
     """Saves through torch DCP as a Hugging Face directory, which ``from_pretrained`` opens.
 
     The ranks write their parts of each tensor to its place in ``model-00001-of-0000N.safetensors``.
-    Then ``model.safetensors.index.json`` is written. All files appear in one step. The directory has
-    neither ``shard-*`` files nor a folder ``sharded``, so it needs no consolidation::
+    Then ``model.safetensors.index.json`` is written. All files appear in one step. The directory
+    has neither ``shard-*`` files nor a folder ``sharded``, so it needs no consolidation::
 
         import torch
         import torch.distributed.checkpoint as dcp

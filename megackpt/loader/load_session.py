@@ -98,7 +98,7 @@ class LoadSession:
     ) -> None:
         """Call ``work``, which reads into tensors of the caller.
 
-        Raises CheckpointReplaced if ``work`` fails and a save has replaced the checkpoint meanwhile.
+        Raises CheckpointReplaced if ``work`` fails after a save has replaced the checkpoint.
         """
 
         def read() -> None:
