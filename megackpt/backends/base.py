@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megackpt import limits
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     Declarations,
@@ -135,6 +135,8 @@ class Properties:
     ``read`` can decode them."""
     export_only: bool = False
     """One process writes everything: ``convert`` does, ``save`` refuses the format."""
+    read_only: bool = False
+    """Neither ``save`` nor ``convert`` writes the format. See ReadOnlyBackend."""
     follows_links: bool = False
     """Data files may be links to files outside of the directory."""
     indexed: bool = True
@@ -263,6 +265,25 @@ class Backend(ABC):
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:  # noqa: ARG002
         """The problems that the format's own checksums find. None: it has no checksums."""
         return None
+
+
+class ReadOnlyBackend(Backend):
+    """A format of another library: it is loaded and converted, never written.
+
+    ``Properties.read_only`` is True, so no save gets as far as these methods.
+    """
+
+    def layout(self, *_: object) -> NoReturn:
+        self._refuse()
+
+    def write(self, *_: object) -> NoReturn:
+        self._refuse()
+
+    def finish(self, *_: object) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise BackendError(f"{self.properties.name!r} is read, not written")
 
 
 def plan_for_backend(

@@ -123,10 +123,15 @@ class Strategy:
     def make_backend(self) -> Backend:
         """The backend to write with.
 
-        Raises BackendError if it is unknown, if its package is missing, or if the version is read
-        but not written.
+        Raises BackendError if it is unknown, if its package is missing, or if the format or the
+        version is read but not written.
         """
         for kind in kinds(self.backend):
+            if kind.properties.read_only:
+                raise BackendError(
+                    f"checkpoints of {self.backend!r} are read, not written: choose "
+                    "'torch_dist', 'zarr', 'safetensors' or 'torch'"
+                )
             if self.version in (None, kind.properties.version):
                 return made(kind, self.backend, self.options)
         raise BackendError(
