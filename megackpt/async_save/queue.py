@@ -28,8 +28,8 @@ logger = logging.getLogger("megackpt.async_calls")
 ENDED = 1000
 """The progress, in thousandths, that only an ended task has."""
 _RANKS = 1 << 32
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
-"""Seconds between two votes of a blocking call."""
+_HEARTBEAT = 0.5
+"""Seconds after which a rank votes in a blocking call although its task has not ended."""
 
 _unfinished: set[AsyncCallsQueue] = set()
 """Queues with unfinalized requests; kept here even if the caller drops them."""
@@ -330,8 +330,11 @@ class AsyncCallsQueue:
         return self._worker
 
     def _all_ended(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
-        """Whether the oldest request has ended on all ranks, and this thread may finalize it."""
-        pause = _FIRST_PAUSE
+        """Whether the oldest request has ended on all ranks, and this thread may finalize it.
+
+        A blocking call votes when the task of this rank ends. Ranks whose tasks have ended wait in
+        the vote, so they know at once when the last task ends.
+        """
         while call in self._calls:
             task, seconds = call.task, self._timeout.total_seconds()
             idle = time.monotonic() - max(task.moved_at, call.first)
@@ -361,10 +364,7 @@ class AsyncCallsQueue:
                 raise
             if call.agreed or not blocking:
                 return call.agreed
-            began = time.monotonic()
-            call.task.wait(pause)
-            time.sleep(max(0.0, min(pause, began + pause - time.monotonic())))
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            call.task.wait(_HEARTBEAT)
         return False
 
     def _vote(self, call: _Call) -> bool:
