@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megackpt.checkpoint import find_storage, open_checkpoint
+from megackpt.checkpoint import find_storage
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.comparison import trusted_classes
@@ -138,16 +138,33 @@ def load_plain_tensors(
     return {shard.key: tensor for shard, tensor in zip(shards, tensors, strict=True)}
 
 
-def check_is_distributed_checkpoint(checkpoint_dir: str | Path) -> bool:
-    """Does this directory hold a complete checkpoint of any format?"""
-    try:
-        find_storage(checkpoint_dir)
-    except NotACheckpoint:
-        return False
+def check_is_distributed_checkpoint(
+    checkpoint_dir: str | Path, *, timeout: timedelta = DEFAULT_TIMEOUT
+) -> bool:
+    """Does this directory hold a complete checkpoint of any format?
+
+    StorageError if the storage does not answer for ``timeout``.
+    """
+    with closing(LoadSession(timeout)) as session:
+        try:
+            session.call(
+                f"opening {checkpoint_dir}",
+                find_storage,
+                checkpoint_dir,
+                moved=session.alive,
+            )
+        except NotACheckpoint:
+            return False
     return True
 
 
-def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> Strategy:
-    """The strategy that reads this checkpoint."""
-    name, version = open_checkpoint(checkpoint_dir).manifest.backend
+def get_default_load_sharded_strategy(
+    checkpoint_dir: str | Path, *, timeout: timedelta = DEFAULT_TIMEOUT
+) -> Strategy:
+    """The strategy that reads this checkpoint.
+
+    StorageError if the storage does not answer for ``timeout``.
+    """
+    with closing(LoadSession(timeout)) as session:
+        name, version = session.open(checkpoint_dir).manifest.backend
     return as_strategy(get_default_strategy(StrategyAction.LOAD_SHARDED, name, version))

@@ -64,6 +64,8 @@ READERS: dict[str, Callable[..., Any]] = {
         "load_content_metadata",
         "load_tensors_metadata",
         "load_sharded_metadata",
+        "check_is_distributed_checkpoint",
+        "get_default_load_sharded_strategy",
     )
 }
 
