@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from datetime import timedelta
 from typing import Any
 
+from megackpt import limits
 from megackpt.converter import convert
 from megackpt.converter.selection import CASTS
 from megackpt.strategies import Strategy
@@ -80,6 +82,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "torch_metadata=false for torch_dist (repeatable)",
     )
     add("--shards", type=int, metavar="N", help="files to write, if that can be chosen")
+    add(
+        "--timeout",
+        type=_duration,
+        default=timedelta(seconds=limits.RANK_TIMEOUT_SECONDS),
+        metavar="SECONDS",
+        help="how long a storage may not answer (default: "
+        f"{limits.RANK_TIMEOUT_SECONDS})",
+    )
+
+
+def _duration(text: str) -> timedelta:
+    seconds = float(text)
+    if not 0 < seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return timedelta(seconds=seconds)
 
 
 def convert_arguments(options: argparse.Namespace) -> dict[str, Any]:

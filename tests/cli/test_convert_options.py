@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -36,7 +37,6 @@ def test_without_options_the_defaults_of_the_function_hold() -> None:
         "progress",
         "table",
         "beside",
-        "timeout",
     }
     for name, value in arguments.items():
         default = parameters[name].default
@@ -52,13 +52,14 @@ def test_every_option() -> None:
         "--overwrite", "--verify", "--trust-source", "--no-resume", "--no-state", "--select", "x*", "--select", "y",
         "--exclude", "z", "--rename", "a.*=b.*", "--cast", "bf16", "--max-memory", "64MiB", "--workers", "3",
         "--shards", "4", "--option", "compression=zstd:3", "--option", "level=5", "--option", "checksum=False",
+        "--timeout", "2.5",
     )  # fmt: skip
     assert arguments == {
         "source": "a", "target": "b",
         "to": Strategy("zarr", options={"compression": "zstd:3", "level": 5, "checksum": False}),
         "overwrite": True, "verify": False, "verify_target": True, "max_memory": "64MiB", "workers": 3,
         "select": ["x*", "y"], "exclude": ["z"], "rename": ["a.*=b.*"], "cast": "bf16", "state": False,
-        "shards": 4, "resume": False,
+        "shards": 4, "resume": False, "timeout": timedelta(seconds=2.5),
     }  # fmt: skip
 
 
@@ -73,6 +74,8 @@ def test_every_option() -> None:
         (("--workers", "x"), "invalid int value: 'x'"),
         (("--shards", "-1"), "at least 1"),
         (("--option", "fast"), "NAME=VALUE"),
+        (("--timeout", "0"), "no number of seconds"),
+        (("--timeout", "nan"), "no number of seconds"),
     ],
 )
 def test_wrong_usage_is_explained(
