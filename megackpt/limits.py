@@ -34,7 +34,7 @@ HOST_SILENT_SECONDS = 120
 CONNECT_SECONDS = 10.0
 """Seconds. Retry period for connections that a published address refuses."""
 GREETING_SECONDS = 5.0
-"""Seconds. A new connection has this time to prove that it belongs to this job."""
+"""Seconds. A connection must show by then that it is of the job, and bring its first message."""
 GREETINGS = 64
 """Connections. So many may be open at a time that have not shown that they are of this job."""
 CONTROL_MESSAGE_BYTES = 1 << 34

@@ -82,6 +82,8 @@ logger = logging.getLogger("megackpt.distributed")
 _DELIVERY = 0.02
 """Seconds until the steps that wait have taken the last messages of a connection that is lost."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
+_REPORT_SECONDS = 1.0
+"""A rank that leaves a call waits for so long until the parent is connected, and has the report."""
 _VERDICT_SECONDS = 3.0  # after these a rank does not wait for rank 0's verdict
 _CROSSED_SECONDS = 2.0
 """Two ranks that wait for each other in different calls for so long report it. A rank that was
@@ -173,6 +175,12 @@ class Tree:
 
     async def fail(self, call: int, verdict: Verdict) -> None:
         """Let a call fail on all ranks, and wait until the report or the verdict is on its way."""
+        step = self.calls.steps.get(call)
+        if self.parent is not None and step is not None:
+            # The first call may fail before a step has needed the parent.
+            self._on(self.parent, Event.NEEDED, step)
+            ready = self._connections[self.parent].ready
+            await asyncio.wait([ready], timeout=_REPORT_SECONDS)
         self._report(call, verdict)
         if self.parent is None:
             await self._settle(call)
@@ -180,7 +188,7 @@ class Tree:
         link = self._connections[self.parent].link
         if link is not None:  # to be behind the report
             with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(_REPORT_SECONDS):
                     await link.send(STATE, call, 0, "", Verdict({}).packed())
 
     async def transfer(
@@ -375,9 +383,14 @@ class Tree:
         if now - step.asked < step.pause:
             return
         step.asked = now
-        for rank in step.awaited - step.questions.keys():
+        for rank in step.awaited:
             link = self._connections[rank].link
-            if link is not None:
+            if link is None:
+                continue
+            state, since = self._connections[rank].condition
+            if state is State.OPEN and now - since > limits.GREETING_SECONDS:
+                self._connect_afresh(link)
+            elif rank not in step.questions:
                 step.questions[rank] = now
                 self._spawn(link.send(ASK, step.call, step.number, step.label))
 
@@ -493,8 +506,7 @@ class Tree:
             for rank, word in verdict.missing.items():
                 lost = self._links.get(rank)
                 if lost is not None and Reason.of(word) is Reason.SILENT:
-                    lost.shut()
-                    self._on(rank, *_loss(TimeoutError("it connects afresh")))
+                    self._connect_afresh(lost)
         self.calls.fail(call, verdict)
         self._forget(call, except_kind=SENT)
 
@@ -575,6 +587,11 @@ class Tree:
             self._arrival((rank, DATA, call, number)).set_result(accepted)
         else:
             accepted.close()
+
+    def _connect_afresh(self, link: Link) -> None:
+        """Close a link of a neighbour that is silent. The next step that needs it makes another."""
+        link.shut()
+        self._on(link.rank, *_loss(TimeoutError("it connects afresh")))
 
     def _replace(self, connection: Connection, made: socket.socket) -> None:
         """Only the other end has seen the link break."""

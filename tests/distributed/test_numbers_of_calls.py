@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import megackpt
-from megackpt import AsyncCallsQueue, AsyncRequest, ShardedTensor
-from megackpt.distributed import messages
+from megackpt import AsyncCallsQueue, AsyncRequest, ShardedTensor, limits
+from megackpt.distributed import messages, process_group
 from megackpt.distributed.calls import Calls
 from megackpt.distributed.rank_tree import Tree
 
@@ -127,15 +127,56 @@ def one_has_not_scheduled(folder: str) -> None:
             assert tried(f"{folder}/c{n}", queue) == "saved"
 
 
+class Interrupting(dict):  # type: ignore[type-arg]
+    def items(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def an_exception_in_the_first_save(folder: str) -> None:
+    """A signal handler raises on one rank before any connection is made."""
+    if dist.get_rank() == 1:
+        with pytest.raises(KeyboardInterrupt):
+            megackpt.save(Interrupting(state()), f"{folder}/c1")
+    else:
+        assert "rank 1 left: KeyboardInterrupt" in tried(f"{folder}/c1")
+    dist.barrier()
+    assert tried(f"{folder}/c2") == "saved"
+
+
+def lose_the_first_greeting(monkeypatch: Any) -> list[Any]:
+    """On this rank: the first message of the next connection. Returns the messages that are lost."""
+    handle = Tree._handle
+    lost: list[Any] = []
+
+    def lossy(self: Any, link: Any, message: Any) -> None:
+        if message.kind == messages.HELLO and not lost:
+            lost.append(message)
+        else:
+            handle(self, link, message)
+
+    monkeypatch.setattr(Tree, "_handle", lossy)
+    return lost
+
+
+def a_greeting_is_lost(folder: str) -> None:
+    """A connection whose first message never comes is made again, and the save does not fail."""
+    for rank in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(limits, "GREETING_SECONDS", 0.5)
+            lost = lose_the_first_greeting(patch) if dist.get_rank() == rank else [1]
+            assert tried(f"{folder}/c{rank}") == "saved"
+            assert lost
+        dist.barrier()
+        for ranks in process_group._known[dist.group.WORLD].values():
+            for link in ranks.tree._links.values():
+                link.shut()
+        dist.barrier()
+
+
 def an_exception_in_save(folder: str) -> None:
     """A signal handler raises on one rank, before the save has begun there and in it."""
     queue = AsyncCallsQueue()
     assert tried(f"{folder}/c0", queue) == "saved"
-
-    class Interrupting(dict):  # type: ignore[type-arg]
-        def items(self) -> Any:
-            raise KeyboardInterrupt
-
     if dist.get_rank() == 1:
         with pytest.raises(KeyboardInterrupt):
             megackpt.save(
@@ -209,6 +250,8 @@ def stalls(folder: str) -> None:
     [
         one_is_behind,
         one_has_not_scheduled,
+        an_exception_in_the_first_save,
+        a_greeting_is_lost,
         an_exception_in_save,
         an_exception_in_a_poll,
         one_polls_where_the_others_save,
