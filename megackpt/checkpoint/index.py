@@ -32,7 +32,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import Any, NoReturn
@@ -124,9 +124,6 @@ class Layout:
     def nbytes(self) -> int:
         patch = _ROW.itemsize + _PATCH.itemsize
         return self.count * self.width + self.patches * patch
-
-    def fields(self) -> list[int]:
-        return [self.count, self.width, self.base, self.step, self.patches]
 
     @classmethod
     def parse(cls, fields: Any) -> Layout:
@@ -476,7 +473,7 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         "axes": _axes(manifest.tensors),
         "derived": derived,
         "text": [len(key_bytes), len(file_bytes)],
-        "columns": {name: layout.fields() for name, (layout, _) in packed.items()},
+        "columns": {name: astuple(layout) for name, (layout, _) in packed.items()},
     }
     if manifest.values is not None:
         head["optional"] = list(OPTIONAL)

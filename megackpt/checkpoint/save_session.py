@@ -143,11 +143,14 @@ class SaveSession:
         name = f"{step} of the save to {self.directory} ({self.who})"
         return self._executor.call(name, work, *args, **kwargs)
 
-    def finish(self, nbytes: int = 0) -> None:
-        """End without an error. This save is committed, or the engine of a custom strategy commits
-        a save in its place.
-        """
+    def finish(self, nbytes: int) -> None:
+        """End after the commit. ``nbytes``: the bytes of all chunks."""
         self.total.operation.bytes = nbytes
+        self.end()
+        events.finish(self.total)
+
+    def withdraw(self) -> None:
+        """End without a commit and without an error: the engine saves in place of this session."""
         self.end()
         events.finish(self.total)
 

@@ -87,7 +87,7 @@ def save(
     written = attempt(own.write)
     own.agree(written.get)
     if own.outer.inner:
-        session.finish()  # the engine has committed it, or its request will
+        session.withdraw()  # the engine has committed its save, or its request will
         return written.value
     if not asynchronous:
         own.commit()

@@ -422,18 +422,8 @@ def _plan_for_all(
     replicas: Sequence[RankReplicas | None],
 ) -> tuple[SaveRequest, Manifest, list[_RankReply]]:
     """On rank 0: the plan of every rank, and the manifest of the checkpoint."""
-    for what, values in (
-        ("name different directories", [part.directory for part in parts]),
-        ("ask for different formats", [part.format for part in parts]),
-    ):
-        ranks: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks.setdefault(value, []).append(rank)
-        if len(ranks) > 1:
-            named = [f"{name_ranks(those)}: {value}" for value, those in ranks.items()]
-            raise ShardingError(
-                f"the ranks of one save {what}: {join_truncated(named, 4)} (all must agree)"
-            )
+    _check_same("name different directories", [part.directory for part in parts])
+    _check_same("ask for different formats", [part.format for part in parts])
     groups = groups_to_store(request.groups, [part.groups for part in parts])
     plans, manifest = plan_for_backend(
         request.backend,
@@ -453,6 +443,18 @@ def _plan_for_all(
         sent = replace(plan, tensors=())
         replies.append(_RankReply(save_id, sent, view if differs else None, own))
     return request.with_groups(groups), manifest, replies
+
+
+def _check_same(difference: str, values: Sequence[str]) -> None:
+    """Raise ShardingError unless all ranks have the same value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    if len(ranks) > 1:
+        named = [f"{name_ranks(those)}: {value}" for value, those in ranks.items()]
+        raise ShardingError(
+            f"the ranks of one save {difference}: {join_truncated(named, 4)} (all must agree)"
+        )
 
 
 def _warn_of_untrusted(texts: Iterable[str]) -> None:

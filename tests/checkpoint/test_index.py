@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import tracemalloc
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,8 @@ def test_columns_round_trip(values):
     assert len(data) == layout.nbytes
     assert len(data) <= 8 * len(values)
     assert (
-        unpack(type(layout).parse(layout.fields()), memoryview(data)).tolist() == values
+        unpack(type(layout).parse([*astuple(layout)]), memoryview(data)).tolist()
+        == values
     )
 
 
