@@ -92,7 +92,7 @@ class BackendError(CheckpointingException):
 class RankFailure(CheckpointingException):
     """One or more ranks failed. Raised with the same text on every rank.
 
-    ``failures`` maps each failed rank to its error (for a failed step: the formatted traceback).
+    ``failures`` maps each failed rank to its error (or the formatted traceback).
     """
 
     def __init__(self, message: str, failures: Mapping[int, str] | None = None) -> None:

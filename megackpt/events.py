@@ -4,7 +4,7 @@ An operation (a save, load, verification or conversion) consists of stages. Each
 makes one ``Event`` on each rank; the last event of an operation has the stage "total". It is logged
 and passed to every observer: a callback of ``watching``, or the progress line.
 
-The current stage is a context variable, so a step of a save needs no parameter for it.
+The current stage is a context variable, so a stage of a save needs no parameter for it.
 """
 
 from __future__ import annotations
@@ -192,9 +192,9 @@ def operation(
 @contextmanager
 def stage(name: str) -> Iterator[Stage]:
     """Run the block as a stage of the current operation. Also usable as a decorator."""
-    step = start(name, current().operation)
-    with _finishing(step), use(step):
-        yield step
+    started = start(name, current().operation)
+    with _finishing(started), use(started):
+        yield started
 
 
 def current() -> Stage:
@@ -204,38 +204,38 @@ def current() -> Stage:
 
 def start(name: str, operation: Operation) -> Stage:
     """Start a stage that may run on other threads. The caller has to call ``finish``."""
-    step = Stage(name, operation, retries_before=_retries)
+    started = Stage(name, operation, retries_before=_retries)
     if operation.name:
-        step.counts_bytes = any(o.shows_progress for o in _observers)
+        started.counts_bytes = any(o.shows_progress for o in _observers)
         for observer in _observers:
-            _notify(observer, lambda o: o.stage_started(step))
-    return step
+            _notify(observer, lambda o: o.stage_started(started))
+    return started
 
 
 @contextmanager
-def use(step: Stage) -> Iterator[None]:
-    """Make ``step`` the current stage of this thread within the block."""
-    token = _current.set(step)
+def use(stage: Stage) -> Iterator[None]:
+    """Make ``stage`` the current stage of this thread within the block."""
+    token = _current.set(stage)
     try:
         yield
     finally:
         _current.reset(token)
 
 
-def finish(step: Stage, raised: BaseException | None = None) -> None:
+def finish(stage: Stage, raised: BaseException | None = None) -> None:
     """End a stage, successfully or with the exception ``raised``. A second call has no effect."""
-    if step.ended:
+    if stage.ended:
         return
-    running = step.operation
+    running = stage.operation
     error = None
     if raised is not None:
         error = f"{type(raised).__name__}: {format_error(raised)}".rstrip(": ")
-    if step.name == TOTAL:
-        step.done = running.bytes
+    if stage.name == TOTAL:
+        stage.done = running.bytes
         error = error or running.problem
-    step.ended = "done" if error is None else "failed"
-    retries = _retries - step.retries_before
-    if retries and step.name == TOTAL and running.name:
+    stage.ended = "done" if error is None else "failed"
+    retries = _retries - stage.retries_before
+    if retries and stage.name == TOTAL and running.name:
         logger.warning(
             "%s %s: the file system refused calls for a moment, or showed files late: "
             "%d repetitions on rank %d",
@@ -246,19 +246,19 @@ def finish(step: Stage, raised: BaseException | None = None) -> None:
         )
     # One INFO line for an operation: on rank 0, at its end. All other events are details.
     level = logging.DEBUG
-    if step.name == TOTAL and running.rank == 0:
+    if stage.name == TOTAL and running.rank == 0:
         level = logging.INFO
     is_logged = logger.isEnabledFor(level)
     if not running.name or not (_observers or is_logged):
         return
     event = Event(
         operation=running.name,
-        stage=step.name,
+        stage=stage.name,
         id=running.id,
         rank=running.rank,
         ranks=running.ranks,
-        bytes=step.done if error is None else 0,
-        seconds=time.perf_counter() - step.started_at,
+        bytes=stage.done if error is None else 0,
+        seconds=time.perf_counter() - stage.started_at,
         path=running.path,
         error=error and error.partition("\n")[0][:_MAX_ERROR_LENGTH],
         retries=retries,
@@ -266,17 +266,17 @@ def finish(step: Stage, raised: BaseException | None = None) -> None:
     if is_logged:
         logger.log(level, "%s", event, extra=asdict(event))
     for observer in _observers:
-        _notify(observer, lambda o: o.stage_ended(step, event))
+        _notify(observer, lambda o: o.stage_ended(stage, event))
 
 
 @contextmanager
-def _finishing(step: Stage) -> Iterator[None]:
+def _finishing(stage: Stage) -> Iterator[None]:
     try:
         yield
     except BaseException as raised:
-        finish(step, raised)
+        finish(stage, raised)
         raise
-    finish(step)
+    finish(stage)
 
 
 def _notify(observer: Observer, call: Callable[[Observer], None]) -> None:

@@ -244,9 +244,9 @@ class DirectoryTarget:
         replaces: Collection[str],
         confirm: Callable[[], None],
     ) -> None:
-        """Make the directory of the save that ``record`` names the target, in one step.
+        """Make the directory of the save that ``record`` names the target, at once.
 
-        ``confirm`` is called right before the step. If it raises, the target is unchanged.
+        ``confirm`` is called right before that. If it raises, the target is unchanged.
 
         Raises:
             SaveInProgress: another save has committed since this one began, or is about to.
@@ -264,7 +264,7 @@ class DirectoryTarget:
                     f"removed: nothing is committed"
                 )
             # From here on, no other save that began earlier can commit. One that begins now
-            # takes our directory before it commits, and then the step below fails.
+            # takes our directory before it commits, and then the rename below fails.
             self._require(base)
             self.refuse_collisions(names, replaces)
             confirm()

@@ -137,10 +137,10 @@ class SaveSession:
         return int(manifest.chunks.length.sum())
 
     def call(
-        self, step: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, stage: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Do a step in the storage, under a name for errors."""
-        name = f"{step} of the save to {self.directory} ({self.who})"
+        """Do a part of a stage in the storage. Errors name the stage."""
+        name = f"{stage} of the save to {self.directory} ({self.who})"
         return self._executor.call(name, work, *args, **kwargs)
 
     def finish(self, nbytes: int) -> None:

@@ -20,7 +20,7 @@ Readers see only ``publish``, and it is exclusive: of two saves that reach it, o
 other raises, however late its process continues. ``begin`` removes saves that are provably dead
 (their process ran on this host, since this boot, and has ended). The next commit removes other
 leftovers. No save waits for another one. ``directory_target`` and ``object_target`` describe how
-each step is done.
+each change of state is done.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Transaction:
         Args:
             manifest: with the locations that the ranks reported.
             reread: first read all chunks back, and compare them with their digests.
-            confirm: called right before the step that readers see; it stops the commit by raising.
+            confirm: called right before the change that readers see; raises to stop the commit.
 
         Raises:
             StorageError: the disk refused, or files of ranks are not visible from here.
@@ -491,7 +491,7 @@ class Writing:
 def remove(directory: Directory) -> None:
     """Remove a complete checkpoint of this library. Files of other programs stay.
 
-    For readers it disappears in one step. A load that has opened it may fail.
+    For readers it disappears at once. A load that has opened it may fail.
 
     Raises:
         NotACheckpoint: no complete checkpoint is here, or another library wrote it.

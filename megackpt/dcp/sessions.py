@@ -1,7 +1,7 @@
-"""``dcp.save`` and ``dcp.load`` after ``install``: torch's steps, as sessions of megackpt.
+"""``dcp.save`` and ``dcp.load`` after ``install``: torch's calls, as sessions of megackpt.
 
 torch calls a planner and a storage writer or reader in a fixed order, and sends messages between
-these steps. Here the order is the same, and megackpt sends the messages: they are bounded, a lost
+these calls. Here the order is the same, and megackpt sends the messages: they are bounded, a lost
 rank is named on all ranks, and the coordinator asks all ranks once more before it commits.
 """
 
@@ -43,7 +43,7 @@ from megackpt.errors import (
     RankLost,
 )
 
-# Other classes may override any step, so they need torch's flow.
+# Other classes may override any method, so they need torch's flow.
 READERS: dict[type[Any], type[FileSystemReader]] = {FileSystemWriter: FileSystemReader}
 """Classes of writers -> classes of readers. ``megackpt.huggingface`` adds its classes."""
 _SAVE_PLANNERS = DefaultSavePlanner, SavePlanner
@@ -190,11 +190,11 @@ def load_state_dict(
 
 
 class _StepFailed(CheckpointingException):
-    """A step has failed on some ranks. ``by_rank``: their errors."""
+    """A collective step has failed on some ranks. ``by_rank``: their errors."""
 
-    def __init__(self, step: str, failures: list[Failure]) -> None:
+    def __init__(self, stage: str, failures: list[Failure]) -> None:
         super().__init__("\n".join(f"rank {f.rank}: {f.text}" for f in failures))
-        self.step = step
+        self.stage = stage
         self.by_rank: dict[int, Exception] = {}
         for failure in failures:
             error = (failure.kind or CheckpointingException)(failure.text)
@@ -210,7 +210,7 @@ def _step(
     decide: Callable[[list[Any]], Any],
     scatter: bool = False,
 ) -> Any:
-    """A step of ``group``. Raises on all ranks the errors of the ranks that have failed.
+    """A collective step of ``group``. Raises on all ranks the errors of the ranks that have failed.
 
     ``Group`` does so, too, but its errors do not name the ranks in the form of torch's errors.
     """
@@ -266,7 +266,7 @@ def _session(
         with group, events.operation(kind, path, group.rank, group.size):
             yield group
     except _StepFailed as failed:
-        raise _torch_error(failed.step, failed.by_rank) from (
+        raise _torch_error(failed.stage, failed.by_rank) from (
             failed.__cause__ or failed
         )
     except RankFailure as error:
@@ -279,10 +279,10 @@ def _session(
         raise _torch_error(kind, {rank: error}) from error
 
 
-def _torch_error(step: str, by_rank: dict[int, Exception]) -> CheckpointException:
+def _torch_error(stage: str, by_rank: dict[int, Exception]) -> CheckpointException:
     """An error of torch's class, without frames: the frames of other ranks are unknown here."""
     failures = {rank: (error, StackSummary()) for rank, error in by_rank.items()}
-    return CheckpointException(step, failures)  # type: ignore[arg-type]
+    return CheckpointException(stage, failures)  # type: ignore[arg-type]
 
 
 _FIELDS = frozenset(field.name for field in fields(Metadata))

@@ -121,7 +121,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         _extensions: torch's stream extensions, for all items. Only DCP's readers read such records.
         serialization_format: TORCH_SAVE; any other format is refused (``HuggingFaceStorageWriter``
             and ``megackpt.convert`` write safetensors).
-        timeout: how long the storage may not answer in one step of a save, before that raises
+        timeout: how long the storage may not answer in one stage of a save, before that raises
             StorageError.
     """
 

@@ -1,7 +1,7 @@
 """The calls of one rank: the calls that it has started, and the calls that have failed.
 
 A *call* is one save or load, including its asynchronous completion, with the same number on all
-ranks. Its steps are numbered, too, so messages of several calls do not mix.
+ranks. Its collective steps are numbered, too, so messages of several calls do not mix.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from weakref import WeakValueDictionary
 
 from megackpt.distributed.diagnosis import Past, explained, merged
-from megackpt.distributed.messages import Payload, Reason, Step, Verdict
+from megackpt.distributed.messages import CollectiveStep, Payload, Reason, Verdict
 
 _REMEMBERED = 64  # calls
 
@@ -33,8 +33,8 @@ class Calls:
     """The calls of this rank. The event loop's thread sets failures; other threads begin calls."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.steps: WeakValueDictionary[int, Step] = WeakValueDictionary()
-        """By call: the step in which this rank is, or was last."""
+        self.steps: WeakValueDictionary[int, CollectiveStep] = WeakValueDictionary()
+        """By call: the collective step in which this rank is, or was last."""
         self.names: OrderedDict[int, str] = OrderedDict()
         """By call: its name, which says its purpose."""
         self._last = 0
@@ -45,8 +45,8 @@ class Calls:
 
     # Called by other threads.
 
-    def begin(self, step: Step, name: str) -> None:
-        """Begin a call with a first step, which is kept by the caller as long as the call lasts."""
+    def begin(self, step: CollectiveStep, name: str) -> None:
+        """Begin a call. The caller keeps the first collective step as long as the call lasts."""
         self.steps[step.call] = step
         self.names[step.call] = name
         self._last = step.call
@@ -82,12 +82,15 @@ class Calls:
 
     # Called by the thread of the event loop.
 
-    def current(self) -> list[Step]:
-        """The steps in which this rank is, or was last. Other threads may begin calls meanwhile."""
+    def current(self) -> list[CollectiveStep]:
+        """The collective step of each call in which this rank is, or was last.
+
+        Other threads may begin calls meanwhile.
+        """
         return [step for found in self.steps.valuerefs() if (step := found())]
 
     def awaits(self, call: int, number: int) -> bool:
-        """Whether a message of this step is wanted here, now or later."""
+        """Whether a message of this collective step is wanted here, now or later."""
         step = self.steps.get(call)
         passed = step is not None and step.number > number
         return not passed and not self.left(call) and self.verdict(call) is None
@@ -99,7 +102,7 @@ class Calls:
         return Reason.REFUSED if call in self._refused else Reason.GAVE_UP
 
     def worked(self, call: int) -> None:
-        """A step of this call has messages of all ranks."""
+        """A collective step of this call has messages of all ranks."""
         self._worked = call, time.monotonic()
 
     def report(self, call: int, verdict: Verdict) -> Verdict | None:
@@ -127,7 +130,7 @@ class Calls:
         while len(self._outcomes) > _REMEMBERED:
             oldest = next(iter(self._outcomes))
             if self.steps.get(oldest):
-                break  # a step of it still waits
+                break  # a collective step of it still waits
             del self._outcomes[oldest]
             self._refused.discard(oldest)
             removed.append(oldest)

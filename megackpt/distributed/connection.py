@@ -7,7 +7,7 @@ import time
 
 from megackpt.distributed.connection_states import Action, Condition, Event, State
 from megackpt.distributed.diagnosis import Neighbour
-from megackpt.distributed.messages import Link, Step
+from megackpt.distributed.messages import CollectiveStep, Link
 
 
 class Connection:
@@ -29,8 +29,8 @@ class Connection:
             self.ready = self.ready.get_loop().create_future()
         return action
 
-    def seen(self, step: Step) -> Neighbour:
-        """A snapshot for a step that waits for this neighbour."""
+    def seen(self, step: CollectiveStep) -> Neighbour:
+        """A snapshot for a collective step that waits for this neighbour."""
         if self.link is None:
             return Neighbour(self.rank, self.condition)
         answer = None

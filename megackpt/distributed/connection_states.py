@@ -11,9 +11,9 @@ READY      the first message has come: both ends know the same failed calls
 CLOSED     the neighbour has closed the last socket: it has ended, or it returns
 ========== =====================================================================
 
-``TABLE`` decides what happens to the connection, ``AFTER_LOSS`` what happens to a step that waits
-for it. So both tables together say which steps survive a cut. ``Tree`` has one method for each
-action except NOTHING.
+``TABLE`` decides what happens to the connection, ``AFTER_LOSS`` what happens to a collective step
+that waits for it. So both tables together say which collective steps survive a cut. ``Tree`` has
+one method for each action except NOTHING.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    NEEDED = "a step needs the parent"
+    NEEDED = "a collective step needs the parent"
     OPENED = "a socket is connected"
     GREETED = "the first message comes"
     ENDED = "the other end closes the socket"
@@ -45,10 +45,10 @@ class Action(enum.Enum):
     NOTHING = "do nothing"
     CONNECT = "connect to the parent"
     GREET = "send the failed calls, and read"
-    REPLACE = "fail the later steps that wait, and greet"
-    RESUME = "repeat the messages of first steps, and go on"
-    LOSE = "let the steps that wait survive or fail"
-    REPORT = "fail the step"
+    REPLACE = "fail the later collective steps that wait, and greet"
+    RESUME = "repeat the messages of first collective steps, and go on"
+    LOSE = "let the collective steps that wait survive or fail"
+    REPORT = "fail the collective step"
 
 
 ABSENT, CONNECTING, RETURNING, OPEN, READY, CLOSED = State
@@ -94,7 +94,7 @@ AFTER_LOSS = {
     ("later", "parent"): Recovery.FAIL,
     ("later", "child"): Recovery.FAIL,
 }
-"""What a step does whose neighbour is lost while it waits: by the step, and by the neighbour."""
+"""What a collective step does whose neighbour is lost while it waits: by number, and neighbour."""
 
 
 class Condition(NamedTuple):

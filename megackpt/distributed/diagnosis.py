@@ -1,4 +1,4 @@
-"""Which ranks are missing in a step, and why: pure functions over frozen snapshots.
+"""Which ranks are missing in a collective step, and why: pure functions over frozen snapshots.
 
 No function reads a clock or a connection, so tests need no sockets. Times are in seconds of
 ``time.monotonic``.
@@ -13,8 +13,8 @@ from megackpt.distributed.connection_states import Condition, State
 from megackpt.distributed.messages import Reason, Verdict
 
 RETURN_SECONDS = 5.0
-"""In the first step of a call a rank has this time to connect again, if its last connection was
-closed. Both ends close a connection to a silent rank."""
+"""In the first collective step of a call a rank has this time to connect again, if its last
+connection was closed. Both ends close a connection to a silent rank."""
 CAUSE_SECONDS = 5.0
 """A call that fails so soon after another one may fail for the same cause."""
 _NAMED = 64  # ranks that one answer names
@@ -25,23 +25,23 @@ _CONSEQUENCES = {Reason.ENDED, Reason.BROKEN, Reason.GAVE_UP}
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A neighbour for which a step waits."""
+    """A neighbour for which a collective step waits."""
 
     rank: int
     condition: Condition
     last_byte: float = 0.0
     """When this rank received its last byte."""
     answer: Mapping[int, str] | None = None
-    """The ranks for which the neighbour waits in this step, if it has answered a question."""
+    """The ranks for which the neighbour waits in this collective step, if it has answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A step that waits, on one rank, at one moment."""
+    """A collective step that waits, on one rank, at one moment."""
 
     rank: int
     first: bool
-    """Whether it is the first step of its call."""
+    """Whether it is the first collective step of its call."""
     began: float
     pause: float
     """Seconds between two questions to a neighbour."""
@@ -50,7 +50,7 @@ class Waiting:
 
 
 def missing(step: Waiting, asking: int | None = None) -> dict[int, str]:
-    """The ranks for which a step waits, each with a word.
+    """The ranks for which a collective step waits, each with a word.
 
     ``asking``: the neighbour that gets the result as an answer. The result is then without the
     ranks behind this neighbour, and may be empty.
@@ -81,7 +81,7 @@ def _missing_behind(neighbour: Neighbour, step: Waiting) -> Mapping[int, str]:
 
 
 def ended(step: Waiting) -> dict[int, str]:
-    """The neighbours whose process has ended, so that a step waits for them in vain."""
+    """The neighbours whose process has ended, so that a collective step waits for them in vain."""
     found: dict[int, str] = {}
     for neighbour in step.neighbours:
         state, since = neighbour.condition
@@ -101,13 +101,14 @@ class Past:
     failed: float
     """When it failed."""
     worked: tuple[int, float] = (0, 0.0)
-    """The last call in which a step of all ranks was complete, and when."""
+    """The last call in which a collective step of all ranks was complete, and when."""
 
 
 def explained(verdict: Verdict, past: Past, now: float) -> Verdict:
     """The verdict of an earlier call, if this one is a consequence of the same cause.
 
-    A rank that has ended is the cause until a step of a later call has messages of all ranks.
+    A rank that has ended is the cause until a collective step of a later call has messages of all
+    ranks.
     Another cause counts for ``CAUSE_SECONDS``.
     """
     causes = past.verdict.reasons

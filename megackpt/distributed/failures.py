@@ -27,7 +27,7 @@ from megackpt.events import format_error
 T = TypeVar("T")
 
 DEPARTURES = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""These end the process. They are not failures of a step, and pass through unchanged."""
+"""These end the process. They are not failures of a collective step, and pass through unchanged."""
 
 TRACEBACKS_SHOWN = 8
 """Tracebacks that one error text holds at most; all are in ``RankFailure.failures``."""
@@ -64,7 +64,7 @@ def name_here(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rank's failed step, reduced to what can be sent."""
+    """One rank's failed collective step, reduced to what can be sent."""
 
     rank: int
     kind: type[CheckpointingException] | None

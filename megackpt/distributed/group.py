@@ -73,7 +73,7 @@ class Group(ABC):
         """Start one save or load. Where ranks are processes, other threads cannot start one
         meanwhile.
 
-        A later step of the same save may enter again, on any thread.
+        A later stage of the same save may enter again, on any thread.
         """
         return self
 
@@ -86,7 +86,7 @@ class Group(ABC):
         """Let the save fail on all ranks. Not collective; all other ranks raise RankLost."""
 
     def confirm(self) -> None:  # noqa: B027 - as above
-        """On the coordinator before a final step: raise RankLost unless all ranks wait."""
+        """On the coordinator before the commit: raise RankLost unless all ranks wait."""
 
     @abstractmethod
     def lowest(self, numbers: Sequence[int]) -> list[int]:
@@ -190,7 +190,7 @@ class RankGroup(Group):
     """
 
     def _begin(self, stage: str) -> None:
-        """A step begins, on all ranks."""
+        """A collective step begins, on all ranks."""
 
     def _introduce(self, stage: str, targets: Iterable[int]) -> None:
         """Before this rank sends bytes to these."""
@@ -224,7 +224,7 @@ class RankGroup(Group):
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        # The steps raise errors of this package on all ranks.
+        # The collective steps raise errors of this package on all ranks.
         if error is not None and not isinstance(error, CheckpointingException):
             self._leave(error)
 
@@ -300,7 +300,7 @@ class RankGroup(Group):
 
     @contextmanager
     def _step(self, stage: str) -> Iterator[None]:
-        """A step of all ranks.
+        """A collective step of all ranks.
 
         After an error that only this rank has, no other rank waits for it.
         """

@@ -99,8 +99,8 @@ def split(packed: Payload) -> list[memoryview]:
 
 
 @dataclass(eq=False)
-class Step:
-    """The step of a call in which this rank is, or was last."""
+class CollectiveStep:
+    """The collective step of a call in which this rank is, or was last."""
 
     call: int
     number: int
@@ -116,16 +116,16 @@ class Step:
     gave: bool = False
     """Whether this rank has sent its part. The answer then holds the parts of all ranks."""
     sent: dict[int, tuple[int, Payload]] = field(default_factory=dict)
-    """In a first step: the last message to each neighbour, to be repeated if it was lost."""
+    """In a first collective step: the last message to each neighbour, for a repetition."""
     questions: dict[int, float] = field(default_factory=dict)
     """Neighbours that have a question to answer, and when it was sent."""
     crossed: dict[int, float] = field(default_factory=dict)
     """Neighbours that wait for this rank in another call, and when the first answer said so."""
 
-    def under(self, call: int) -> Step:
-        """The same step, from its start, of a call with another number."""
+    def under(self, call: int) -> CollectiveStep:
+        """The same collective step, from its start, of a call with another number."""
         words = self.stage, self.operation, self.path
-        return Step(call, self.number, self.timeout, *words)
+        return CollectiveStep(call, self.number, self.timeout, *words)
 
     @property
     def elapsed(self) -> float:

@@ -1,4 +1,4 @@
-"""Ranks as processes: the steps of one save or load over the tree of a torch process group.
+"""Ranks as processes: collective steps of a save or load over the tree of a torch process group.
 
 The caller's group, which may be NCCL's, carries no message. It names the ranks. They find each
 other's addresses in the job's store.
@@ -28,8 +28,8 @@ from megackpt.distributed.group import (
 )
 from megackpt.distributed.messages import (
     CallFailed,
+    CollectiveStep,
     Reason,
-    Step,
     Verdict,
     join,
     split,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Part: TypeAlias = Callable[[Step], Coroutine[Any, Any, T]]
+Part: TypeAlias = Callable[[CollectiveStep], Coroutine[Any, Any, T]]
 
 GroupLike: TypeAlias = "dist.ProcessGroup | Group | None"
 """None: the default process group, or this process alone."""
@@ -59,7 +59,7 @@ ADVICE = (
     "The trainer's own process groups are as they were, and the next save or load connects afresh. "
     "Where a rank is only slow, give a longer timeout."
 )
-_MARGIN = 30.0  # seconds; each step has a bound, so this is the last resort
+_MARGIN = 30.0  # seconds; each collective step has a bound, so this is the last resort
 
 _ALONE = SingleGroup()
 _known: WeakKeyDictionary[Any, dict[str, Ranks]] = WeakKeyDictionary()
@@ -236,8 +236,8 @@ class ProcessGroup(RankGroup):
         self._ranks = ranks
         self._tree = ranks.tree
         self._timeout = timeout.total_seconds()
-        self.step = Step(call, 0, self._timeout, "", "", "")
-        self._parts: list[Part[Any]] = []  # of this step, done
+        self.step = CollectiveStep(call, 0, self._timeout, "", "", "")
+        self._parts: list[Part[Any]] = []  # of this collective step, done
         self._addresses: dict[int, Address] = {}
 
     @property
@@ -292,7 +292,7 @@ class ProcessGroup(RankGroup):
         return RankLost(text, verdict.missing)
 
     def _do(self, stage: str, part: Part[T]) -> T:
-        """A part of this step. The first step of a call may begin again under another number."""
+        """A part of this collective step. The first may begin again under another call number."""
         parts: list[Part[Any]] = [part]
         value: Any = None
         while True:
@@ -321,7 +321,9 @@ class ProcessGroup(RankGroup):
     def _begin(self, stage: str) -> None:
         running = events.current().operation
         number = self.step.number + 1
-        step = Step(self.call, number, self._timeout, stage, running.name, running.path)
+        step = CollectiveStep(
+            self.call, number, self._timeout, stage, running.name, running.path
+        )
         self._tree.calls.steps[self.call] = step
         self.step, self._parts = step, []
 

@@ -50,11 +50,11 @@ from megackpt.distributed.messages import (
     SENT,
     STATE,
     CallFailed,
+    CollectiveStep,
     Link,
     Message,
     Payload,
     Reason,
-    Step,
     Verdict,
     children_of,
     describe_calls,
@@ -80,7 +80,7 @@ T = TypeVar("T")
 logger = logging.getLogger("megackpt.distributed")
 
 _DELIVERY = 0.02
-"""Seconds until the steps that wait have taken the last messages of a connection that is lost."""
+"""Seconds until collective steps that wait have taken the last messages of a lost connection."""
 _GRACE = 0.2  # seconds in which rank 0 collects reports of one failure
 _REPORT_SECONDS = 1.0
 """A rank that leaves a call waits for so long until the parent is connected, and has the report."""
@@ -93,7 +93,7 @@ _MOST_ARRIVALS = 1 << 14
 
 
 class Tree:
-    """The connections and steps of this rank. Its coroutines run on the event loop's thread."""
+    """The connections of this rank, and its collective steps. Coroutines run on the event loop."""
 
     def __init__(self, rank: int, size: int, store: JobStore) -> None:
         self.rank, self.size, self.store = rank, size, store
@@ -135,7 +135,10 @@ class Tree:
     # The steps.
 
     async def gather(
-        self, step: Step, own: Payload, merge: Callable[[list[Payload]], bytes]
+        self,
+        step: CollectiveStep,
+        own: Payload,
+        merge: Callable[[list[Payload]], bytes],
     ) -> bytes | None:
         """On rank 0 the merged payloads of all ranks; None elsewhere.
 
@@ -150,7 +153,9 @@ class Tree:
         await self._send(step, {self.parent: merged}, GATHERED)
         return None
 
-    async def scatter(self, step: Step, parts: Sequence[Payload] | None) -> Payload:
+    async def scatter(
+        self, step: CollectiveStep, parts: Sequence[Payload] | None
+    ) -> Payload:
         """The part for this rank of the parts that rank 0 gives."""
         if parts is None:
             parts = split(await self._from_parent(step))
@@ -161,14 +166,14 @@ class Tree:
         await self._send(step, shares, SENT)
         return parts[0]
 
-    async def broadcast(self, step: Step, payload: Payload | None) -> Payload:
+    async def broadcast(self, step: CollectiveStep, payload: Payload | None) -> Payload:
         if payload is None:
             payload = await self._from_parent(step)
         await self._send(step, dict.fromkeys(self.children, payload), SENT)
         return payload
 
-    async def confirm(self, step: Step) -> None:
-        """Ask all ranks whether they are still waiting in this step; raise CallFailed if not."""
+    async def confirm(self, step: CollectiveStep) -> None:
+        """Raise CallFailed unless all ranks still wait in this collective step."""
         await self._send(step, dict.fromkeys(self.children, b""), CONFIRM)
         seconds = step.elapsed + step.timeout
         await self._collect(step, CONFIRMED, self.children, seconds)
@@ -177,7 +182,7 @@ class Tree:
         """Let a call fail on all ranks, and wait until the report or the verdict is on its way."""
         step = self.calls.steps.get(call)
         if self.parent is not None and step is not None:
-            # The first call may fail before a step has needed the parent.
+            # The first call may fail before a collective step has needed the parent.
             self._on(self.parent, Event.NEEDED, step)
             ready = self._connections[self.parent].ready
             await asyncio.wait([ready], timeout=_REPORT_SECONDS)
@@ -193,7 +198,7 @@ class Tree:
 
     async def transfer(
         self,
-        step: Step,
+        step: CollectiveStep,
         to: int,
         address: Address | None,
         outgoing: Stream,
@@ -209,7 +214,9 @@ class Tree:
     async def address(self) -> Address:
         return await self._listener.open(self.store)
 
-    async def _give(self, step: Step, address: Address | None, stream: Stream) -> None:
+    async def _give(
+        self, step: CollectiveStep, address: Address | None, stream: Stream
+    ) -> None:
         if address is None or not stream.nbytes:
             return
         token = await self.store.token()
@@ -220,7 +227,7 @@ class Tree:
                 self.counts["bytes"] += len(piece)
                 step.began = time.monotonic()
 
-    async def _take(self, step: Step, rank: int, stream: Stream) -> None:
+    async def _take(self, step: CollectiveStep, rank: int, stream: Stream) -> None:
         if not stream.nbytes:
             return
         key = rank, DATA, step.call, step.number
@@ -231,11 +238,13 @@ class Tree:
                 await receive(accepted, room)
                 step.began = time.monotonic()
 
-    async def _guard(self, step: Step, rank: int, work: Awaitable[None]) -> None:
+    async def _guard(
+        self, step: CollectiveStep, rank: int, work: Awaitable[None]
+    ) -> None:
         """Wait for an exchange of bytes, while the tree shows which ranks are at work."""
         task = asyncio.ensure_future(work)
         try:
-            # The step begins again with each piece.
+            # The collective step begins again with each piece.
             await self._watch(step, {task: {*self._connections}}, step.timeout)
             task.result()
         except (OSError, EOFError) as error:
@@ -244,7 +253,7 @@ class Tree:
         finally:
             task.cancel()
 
-    async def _link_to(self, step: Step, ranks: Collection[int]) -> None:
+    async def _link_to(self, step: CollectiveStep, ranks: Collection[int]) -> None:
         """Wait until these neighbours are connected. Children connect by themselves."""
         seconds = max(step.timeout, step.elapsed + 2)
         if self.parent is not None and self.parent in ranks:
@@ -255,11 +264,11 @@ class Tree:
         await self._watch(step, waits, seconds)
 
     async def _watch(
-        self, step: Step, pending: Mapping[Any, set[int]], seconds: float
+        self, step: CollectiveStep, pending: Mapping[Any, set[int]], seconds: float
     ) -> None:
         """Wait until all futures are done. Each comes with the neighbours that are asked meanwhile.
 
-        Raises CallFailed; also where this takes longer than ``seconds`` since the step began.
+        Raises CallFailed; also if this takes ``seconds`` since the collective step began.
         """
         failure = self._failure(step.call)
         try:
@@ -297,11 +306,11 @@ class Tree:
         finally:
             step.awaited = set()
 
-    async def _failed(self, step: Step) -> None:
+    async def _failed(self, step: CollectiveStep) -> None:
         await asyncio.wait([self._failure(step.call)])
         raise CallFailed(self._failure(step.call).result())
 
-    async def _from_parent(self, step: Step) -> Payload:
+    async def _from_parent(self, step: CollectiveStep) -> Payload:
         parent = [cast("int", self.parent)]
         # A parent may end, or destroy the process group, as soon as it has sent the message.
         if not self._arrival((parent[0], SENT, step.call, step.number)).done():
@@ -313,7 +322,7 @@ class Tree:
         return answer
 
     async def _send(
-        self, step: Step, payloads: Mapping[int, Payload], kind: int
+        self, step: CollectiveStep, payloads: Mapping[int, Payload], kind: int
     ) -> None:
         async def send(rank: int, payload: Payload) -> None:
             if step.number == 1:
@@ -345,7 +354,7 @@ class Tree:
                 task.cancel()
 
     async def _collect(
-        self, step: Step, kind: int, ranks: Iterable[int], seconds: float
+        self, step: CollectiveStep, kind: int, ranks: Iterable[int], seconds: float
     ) -> list[Payload]:
         """The payloads of these neighbours, in order."""
         self._listen_for_children()
@@ -377,7 +386,7 @@ class Tree:
 
     # Which ranks are missing.
 
-    def _ask(self, step: Step) -> None:
+    def _ask(self, step: CollectiveStep) -> None:
         """Ask the neighbours for which this rank has waited for some time."""
         now = time.monotonic()
         if now - step.asked < step.pause:
@@ -395,7 +404,7 @@ class Tree:
                 self._spawn(link.send(ASK, step.call, step.number, step.label))
 
     def _state(self, asking: int, call: int, number: int, label: str) -> Verdict:
-        """The answer to a neighbour that waits for this rank in a step: the rank it waits for."""
+        """The answer to a neighbour that waits in a collective step: what this rank waits for."""
         step = self.calls.steps.get(call)
         if left := self.calls.left(call):
             # Its last message, if there was one, is on the way before this answer.
@@ -414,14 +423,14 @@ class Tree:
                 return Verdict(found or {self.rank: Reason.SLOW})
         return Verdict({self.rank: Reason.SLOW})
 
-    def _missing(self, step: Step, asking: int | None = None) -> Verdict:
-        """The ranks for which this one waits in a step, as far as its neighbours know."""
+    def _missing(self, step: CollectiveStep, asking: int | None = None) -> Verdict:
+        """The ranks for which this one waits in a collective step, as its neighbours know."""
         found = missing(self._waiting(step), asking)
         if Reason.ABSENT in found.values() and self.store.is_silent(step.timeout):
             return Verdict({}, STORE_SILENT)
         return Verdict(found)
 
-    def _waiting(self, step: Step) -> Waiting:
+    def _waiting(self, step: CollectiveStep) -> Waiting:
         neighbours = (self._connections[rank].seen(step) for rank in step.awaited)
         return Waiting(
             self.rank,
@@ -432,8 +441,8 @@ class Tree:
             tuple(neighbours),
         )
 
-    def _differs(self, step: Step, rank: int, label: str) -> bool:
-        """Whether a neighbour is in another step, which is reported."""
+    def _differs(self, step: CollectiveStep, rank: int, label: str) -> bool:
+        """Whether a neighbour is in another collective step, which is reported."""
         operation, stage = label.split("\n", 2)[:2]
         if (operation, stage) == (step.operation, step.stage):
             return False
@@ -441,12 +450,12 @@ class Tree:
         return True
 
     def _report_crossing(
-        self, step: Step, rank: int, label: str, name: str | None
+        self, step: CollectiveStep, rank: int, label: str, name: str | None
     ) -> None:
         calls = {self.rank: step.label, rank: label}
         self._report(step.call, Verdict({}, describe_calls(calls), name))
 
-    def _warn(self, step: Step) -> None:
+    def _warn(self, step: CollectiveStep) -> None:
         after = warn_after()
         if step.warned or not step.awaited or step.elapsed < after:
             return
@@ -522,7 +531,7 @@ class Tree:
             try:
                 await self.store.publish(self.rank, self._listener)
             except BaseException:  # such as too many open files
-                self._has_address = False  # the next step tries it again
+                self._has_address = False  # the next collective step tries it again
                 raise
 
         if self.children and not self._has_address:
@@ -536,10 +545,12 @@ class Tree:
         if action is not Action.NOTHING:
             _ACTIONS[action](self, connection, *given)
 
-    def _connect(self, connection: Connection, step: Step) -> None:
+    def _connect(self, connection: Connection, step: CollectiveStep) -> None:
         self._spawn(self._connect_to_parent(connection, step))
 
-    async def _connect_to_parent(self, connection: Connection, step: Step) -> None:
+    async def _connect_to_parent(
+        self, connection: Connection, step: CollectiveStep
+    ) -> None:
         parent = connection.rank
         patience = limits.CONNECT_SECONDS
         if connection.condition.state is State.RETURNING:
@@ -571,7 +582,9 @@ class Tree:
             if connection.link is None:
                 self._on(parent, Event.REFUSED, step, why)
 
-    def _report_unreachable(self, _: Connection, step: Step, why: Verdict) -> None:
+    def _report_unreachable(
+        self, _: Connection, step: CollectiveStep, why: Verdict
+    ) -> None:
         self._report(step.call, why)
 
     def _on_greeting(
@@ -589,7 +602,7 @@ class Tree:
             accepted.close()
 
     def _connect_afresh(self, link: Link) -> None:
-        """Close a link of a neighbour that is silent. The next step that needs it makes another."""
+        """Close the link of a silent neighbour. The next collective step makes another."""
         link.shut()
         self._on(link.rank, *_loss(TimeoutError("it connects afresh")))
 
@@ -638,7 +651,7 @@ class Tree:
         self._lose_steps(connection.rank, word)
 
     def _lose_steps(self, rank: int, word: str) -> None:
-        """Let the steps that wait for this neighbour fail, or go on."""
+        """Let the collective steps that wait for this neighbour fail, or go on."""
         lost = []
         which = "parent" if rank == self.parent else "child"
         for step in self.calls.current():
@@ -649,11 +662,13 @@ class Tree:
                 lost.append(step)
             elif recovery is Recovery.CONNECT:
                 self._loop.call_soon(self._on, rank, Event.NEEDED, step)
-        # After its last messages have reached the steps that wait for them. Steps that begin
-        # meanwhile connect afresh.
+        # After its last messages have reached the collective steps that wait for them. Any that
+        # begin meanwhile connect afresh.
         self._loop.call_later(_DELIVERY, self._report_lost, lost, rank, word)
 
-    def _report_lost(self, steps: Sequence[Step], rank: int, word: str) -> None:
+    def _report_lost(
+        self, steps: Sequence[CollectiveStep], rank: int, word: str
+    ) -> None:
         # Connected again; the messages in between may be lost.
         if self._connections[rank].link is not None:
             word = Reason.BROKEN
@@ -707,7 +722,7 @@ class Tree:
             # In a call of another number: the other rank may have left this one out.
             self._report_crossing(step, rank, state.text, "")
 
-    def _report_left(self, step: Step, rank: int, state: Verdict) -> None:
+    def _report_left(self, step: CollectiveStep, rank: int, state: Verdict) -> None:
         if rank in step.awaited:
             self._report(step.call, state)
 
@@ -756,6 +771,6 @@ def _loss(error: Exception) -> tuple[Event, str]:
 
 
 def _close_unused(arrival: asyncio.Future[Any]) -> None:
-    """Close a connection that no step has taken."""
+    """Close a connection that no collective step has taken."""
     if arrival.done() and isinstance(arrival.result(), socket.socket):
         arrival.result().close()

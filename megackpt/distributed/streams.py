@@ -35,7 +35,7 @@ class Stream:
                 )
         except DEPARTURES:
             raise
-        except BaseException as error:  # noqa: BLE001 - the next step raises it on all ranks
+        except BaseException as error:  # noqa: BLE001 - raised on all ranks by the next message
             self.error = error
         while left > 0:
             yield memoryview(bytearray(min(left, _FILLING)))

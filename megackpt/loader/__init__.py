@@ -1,4 +1,4 @@
-"""Loading: ``load_operation`` has the steps of a load, ``metadata`` reads by one process alone.
+"""Loading: ``load_operation`` has the stages of a load, ``metadata`` reads by one process alone.
 
 ``regions`` reads without a model, and without torch.
 """

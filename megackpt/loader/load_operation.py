@@ -1,4 +1,4 @@
-"""The steps of a load: open, compare, plan, read, restore."""
+"""The stages of a load: open, compare, plan, read, restore."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def load(
         key_map: key asked for -> key stored: a mapping, which may leave out keys that are
             alike, or a function.
         trusted: classes that objects and the common state may hold beyond the harmless ones.
-        timeout: how long any rank waits for the others, or for its storage, in one step.
+        timeout: how long any rank waits in one collective step, or in one call to its storage.
 
     Returns:
         The state dict: common state, tensors and objects in the places where they were asked
@@ -208,7 +208,7 @@ class _RankRequest:
 
 
 class _LoadOperation:
-    """One load on one rank: what its steps leave there."""
+    """One load on one rank: what its stages leave there."""
 
     request: LoadRequest
     manifest: Manifest

@@ -215,7 +215,7 @@ class _OwnSave:
     def agree(self, outcome: Callable[[], object]) -> None:
         """Raise the error of any rank on all ranks, and end the save then. Collective.
 
-        The step is a separate collective call, since the strategy may have called the engine
+        The collective step is a separate call, since the strategy may have called the engine
         before. Either all ranks have called the engine, or none.
         """
 

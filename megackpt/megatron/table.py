@@ -11,8 +11,8 @@ from configparser import ConfigParser
 from megackpt.strategies import COMMON_IS_KEPT
 
 REFUSALS = {
-    "refused-step": (
-        "it is a step of save or load, which take a state apart and check it by themselves: "
+    "refused-stage": (
+        "it is a stage of save or load, which take a state apart and check it by themselves: "
         "call these"
     ),
     "refused-dcp": (
@@ -20,7 +20,7 @@ REFUSALS = {
         "readers and writers of megackpt.dcp"
     ),
     "refused-writer": (
-        "it is a step of Megatron's own writer, which saves here do not use: call save, or "
+        "it is a part of Megatron's own writer, which saves here do not use: call save, or "
         "save_state_dict_async_plan and the writer's get_save_function_and_args"
     ),
     "refused-nvrx": (
@@ -85,7 +85,7 @@ megackpt.megatron.save_load: _legacy_common_state_exists get_default_load_sharde
 megackpt.megatron.strategy_classes: get_default_strategy
 
 [state_dict_utils]
-refused-step: filter_out_empty_flatten_tensor load_preprocess save_preprocess
+refused-stage: filter_out_empty_flatten_tensor load_preprocess save_preprocess
 
 [strategies.async_utils]
 megackpt: AsyncCallsQueue AsyncRequest
@@ -176,7 +176,7 @@ megackpt: StrictHandling
 megackpt.planning.strict: parse_strict_flag
 megackpt.megatron.save_load: validate_sharded_objects_handling verify_checkpoint
     verify_checkpoint_and_load_strategy verify_integrity_manifest
-refused-step: adjust_non_strict_load determine_global_metadata
+refused-stage: adjust_non_strict_load determine_global_metadata
     maybe_report_missing_and_unexpected_keys validate_integrity_and_strict_load
     validate_sharding_integrity
 refused-digests: save_integrity_manifest

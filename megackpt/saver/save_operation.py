@@ -1,6 +1,6 @@
-"""The steps of a save: declare, begin, plan, stage, write, finish, commit.
+"""The stages of a save: declare, begin, plan, stage, write, finish, commit.
 
-Ranks communicate in two steps: when they plan, and after all of them have written. Between
+Ranks communicate in two collective steps: to plan, and after all of them have written. Between
 these each rank writes alone: at once, or later as the task of an AsyncRequest.
 """
 
@@ -157,7 +157,7 @@ def save(
             from 2 GiB on. Rank 0's value decides.
         process_group: a torch process group of the ranks that save (None: the default one, or
             this process alone).
-        timeout: how long any rank waits for the others, or for its storage, in one step.
+        timeout: how long any rank waits in one collective step, or in one call to its storage.
         wait_staged: False = kernels that only read CUDA tensors may run while an asynchronous
             save copies them. Call ``request.wait_staged()`` before work that changes tensors.
 
@@ -213,7 +213,7 @@ def save(
         )
 
     with session.running():
-        # Declare and begin. The next step raises their errors on all ranks.
+        # Declare and begin. The next collective step raises their errors on all ranks.
         declared = attempt(declare)
         cached = _find_plan(group, declared.value)
         started = begin(session, declared, cached)
@@ -528,8 +528,8 @@ def _write_task(
     source: Attempt[Any],
 ) -> Task[WriteResult]:
     """The task of writing from a CheckedSource. An error in making that becomes its outcome."""
-    step = events.start("write", session.total.operation)
-    step.todo = part.plan.nbytes
+    stage = events.start("write", session.total.operation)
+    stage.todo = part.plan.nbytes
     directory = request.directory
     writing: Callable[[Callable[[int], None]], WriteResult] = _not_ready
     if source.error is None:
@@ -539,16 +539,16 @@ def _write_task(
     task: Task[WriteResult] = Task(
         writing,
         os.path.basename(directory),
-        step.todo,
-        step.advance if step.counts_bytes else None,
+        stage.todo,
+        stage.advance if stage.counts_bytes else None,
         session.timeout,
         f"writing of the save to {directory} ({session.who})",
     )
 
     def end(outcome: Attempt[WriteResult]) -> None:
         if outcome.value is not None:
-            step.done = int(outcome.value.length.sum())
-        events.finish(step, outcome.error)
+            stage.done = int(outcome.value.length.sum())
+        events.finish(stage, outcome.error)
 
     task.on_end(end)
     if source.error is not None:
@@ -566,8 +566,8 @@ def _commit(
     """When all ranks have written: finish and commit, on rank 0. Collective.
 
     The error of any rank's task is raised on all ranks. If the audit finds differences, another
-    step names them, and then raises or commits. NaN and infinite values raise NonfiniteValues, or
-    give a WARNING, as the strategy says.
+    collective step names them, and then raises or commits. NaN and infinite values raise
+    NonfiniteValues, or give a WARNING, as the strategy says.
     """
     manifests: list[Manifest] = []
 

@@ -67,13 +67,13 @@ class Job:
         self.calls += 1
         gathered = []
         for tree in self.trees:
-            step = messages.Step(self.calls, 1, 30.0, "write", "save", "c")
+            step = messages.CollectiveStep(self.calls, 1, 30.0, "write", "save", "c")
             tree.calls.begin(step, "save c")
             gathered.append((step, tree.start(self.vote(tree, step))))
         for _, future in gathered:
             future.result(60)
 
-    async def vote(self, tree: rank_tree.Tree, step: messages.Step) -> None:
+    async def vote(self, tree: rank_tree.Tree, step: messages.CollectiveStep) -> None:
         """As ranks do it: who has sent its part waits for the answer, and sends again."""
         merged = await tree.gather(step, bytes([tree.rank]), b"".join)
         await tree.broadcast(step, merged)

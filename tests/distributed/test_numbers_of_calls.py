@@ -34,9 +34,9 @@ def test_calls_begin_while_the_steps_of_others_are_looked_at() -> None:
     over = threading.Event()
 
     def begin() -> None:
-        kept: deque[messages.Step] = deque(maxlen=20)
+        kept: deque[messages.CollectiveStep] = deque(maxlen=20)
         for number in count(1):
-            kept.append(messages.Step(number, 0, 1.0, "", "", ""))
+            kept.append(messages.CollectiveStep(number, 0, 1.0, "", "", ""))
             calls.begin(kept[-1], "")
             if over.is_set():
                 return

@@ -146,7 +146,7 @@ def test_a_parent_may_end_as_soon_as_it_has_sent_its_last_message():
     parent, child = (rank_tree.Tree(rank, 2, store) for rank in range(2))
 
     def step(tree, number):
-        made = messages.Step(1, number, 20.0, "write", "save", "c")
+        made = messages.CollectiveStep(1, number, 20.0, "write", "save", "c")
         tree.calls.steps[1] = made
         return made
 
@@ -166,7 +166,7 @@ def test_a_parent_may_end_as_soon_as_it_has_sent_its_last_message():
 
 
 def gather(tree, number, own=b"x", path="c", call=1):
-    made = messages.Step(call, number, 20.0, "write", "save", path)
+    made = messages.CollectiveStep(call, number, 20.0, "write", "save", path)
     tree.calls.steps[call] = made
     return tree.start(tree.gather(made, own, b"".join))
 
@@ -195,7 +195,9 @@ def test_a_lost_connection_does_not_fail_a_step_that_begins_after_it(linked):
 
     async def begin():
         await lose(parent, 1, TimeoutError("it connects afresh"))
-        step = parent.calls.steps[1] = messages.Step(1, 2, 20.0, "write", "save", "c")
+        step = parent.calls.steps[1] = messages.CollectiveStep(
+            1, 2, 20.0, "write", "save", "c"
+        )
         return await parent.gather(step, b"own ", b"".join)
 
     gathered = parent.start(begin())
@@ -296,13 +298,13 @@ def test_a_connection_of_a_failed_exchange_is_closed():
 def test_a_message_that_arrived_before_the_failure_counts(linked):
     """Rank 0 has sent the result of a step, goes on, and gives up. A slower rank takes the result."""
     parent, child = linked
-    step = messages.Step(1, 2, 20.0, "vote", "save", "c")
+    step = messages.CollectiveStep(1, 2, 20.0, "vote", "save", "c")
     parent.start(parent.broadcast(step, b"result")).result(10)
     parent.start(parent.fail(1, messages.Verdict({0: "gave it up"}))).result(10)
     while child.calls.verdict(1) is None:
         time.sleep(0.01)
     assert child.start(child.broadcast(step, None)).result(10) == b"result"
-    later = messages.Step(1, 3, 20.0, "write", "save", "c")
+    later = messages.CollectiveStep(1, 3, 20.0, "write", "save", "c")
     with pytest.raises(messages.CallFailed):
         child.start(child.broadcast(later, None)).result(10)
 

@@ -16,7 +16,7 @@ import pytest
 from megackpt.distributed import calls, connection, messages, rank_tree
 from megackpt.distributed.connection_states import State
 from megackpt.distributed.diagnosis import CAUSE_SECONDS, RETURN_SECONDS
-from megackpt.distributed.messages import CallFailed, Step, Verdict
+from megackpt.distributed.messages import CallFailed, CollectiveStep, Verdict
 
 TIMEOUT = 20.0
 SETTLED = 0.6
@@ -208,7 +208,9 @@ class Job:
                     self.gate, self.is_awaited = asyncio.Event(), False
                 now = self.loop.now
                 # The last step is kept until then, as by a ``ProcessGroup``.
-                step = Step(call, number, TIMEOUT, "write", "save", "c", now, now)
+                step = CollectiveStep(
+                    call, number, TIMEOUT, "write", "save", "c", now, now
+                )
                 if number == 1:
                     tree.calls.begin(step, "save c")
                 tree.calls.steps[call] = step
