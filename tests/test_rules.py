@@ -25,9 +25,9 @@ PLACES = {
         "integrations/",
     ),
     "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
-    "torch.distributed.new_group": ("manager/local/copies_group",),
+    "torch.distributed.new_group": ("manager/local/saves",),
     "torch.distributed.group": (
-        "manager/local/copies_group",
+        "manager/local/saves",
         "megatron/torch_messages",
     ),
     # Megatron's strategies send over the group that the caller gives them.

@@ -10,9 +10,8 @@ from typing import Any
 from weakref import WeakSet, finalize
 
 from megackpt import limits
-from megackpt.async_save.process_control import is_runnable
 from megackpt.async_save.task import Task, Worker
-from megackpt.async_save.worker_process import WorkerProcess, start_lock
+from megackpt.async_save.worker_process import WorkerProcess, is_runnable, start_lock
 from megackpt.distributed import Attempt
 from megackpt.errors import CheckpointingException, StorageError
 

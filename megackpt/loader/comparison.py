@@ -18,7 +18,7 @@ from megackpt.errors import (
     ShardingError,
     join_truncated,
 )
-from megackpt.loader.row_reader import common_row, destination
+from megackpt.loader.load_session import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (

@@ -1,4 +1,4 @@
-"""One load on one rank: the bounded calls to its storage, and their progress."""
+"""One load on one rank: the bounded calls to its storage, their progress, and the rows it wants."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+
+# Imported here, not in the first load: np.unique would import numpy.ma, and serialization the list
+# of globals that a pickle may name.
+import numpy.ma
 import torch
 from numpy.typing import NDArray
 
-from megackpt import events
+import megackpt.serialization.allowlist  # noqa: F401
+from megackpt import events, serialization
 from megackpt.backends.base import Target
 from megackpt.checkpoint import (
     Opened,
@@ -20,13 +25,27 @@ from megackpt.checkpoint import (
     open_checkpoint,
     open_same,
 )
-from megackpt.errors import CheckpointingException, CheckpointReplaced, StorageError
-from megackpt.loader.row_reader import target_of, values_of
+from megackpt.errors import (
+    CheckpointingException,
+    CheckpointReplaced,
+    CorruptCheckpoint,
+    StorageError,
+)
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import Declarations, LoadPlan, Manifest
+from megackpt.planning.manifest import (
+    COMMON_KEY,
+    OBJECT,
+    Declaration,
+    Declarations,
+    LoadPlan,
+    Manifest,
+    ShardId,
+    TensorEntry,
+)
 from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
+from megackpt.state import ShardedTensor, dtype_named
 from megackpt.storage import Executor, Storage
 from megackpt.strategies import Strategy
 
@@ -184,3 +203,75 @@ class CountedTarget(Target):
     def blob(self, target: int, data: bytes) -> None:
         self.target.blob(target, data)
         self.advance(len(data))
+
+
+def values_of(
+    root: Storage,
+    wanted: Declarations,
+    target: LoadTarget,
+    trusted: Sequence[type] = (),
+) -> list[Any]:
+    """For each wanted row its tensor, or the object in its blob."""
+    values: list[Any] = list(target.tensors)
+    for row, blob in target.blobs.items():
+        shard = wanted.row(row).shard
+        where = f"{root.location}: {shard}"
+        values[row] = serialization.load(blob, trusted=trusted, where=where)
+        if shard.key == COMMON_KEY and not isinstance(values[row], dict):
+            kind = type(values[row]).__name__
+            raise CorruptCheckpoint(f"{where} is a {kind}, not a dict")
+    return values
+
+
+def target_of(
+    wanted: Declarations, manifest: Manifest, tensors: Sequence[torch.Tensor | None]
+) -> LoadTarget:
+    """The memory for the wanted rows, with the dtypes in which they are stored."""
+    numbers = manifest.numbers()
+    dtypes: list[torch.dtype | None] = []
+    for entry in wanted.tensors:
+        number = numbers.get(entry.key)
+        name = OBJECT
+        if number is not None:
+            name = manifest.tensors[number].meta.dtype
+        dtypes.append(None if name == OBJECT else dtype_named(name))
+    by_row = [dtypes[number] for number in wanted.tensor.tolist()]
+    return LoadTarget(tensors, wanted.boxes, by_row, {})
+
+
+def common_row(manifest: Manifest, rank: int = 0) -> Declarations:
+    """The common state as a wanted row; no row if none is stored."""
+    shard = ShardId(COMMON_KEY, Box((), ()))
+    found = next((e for e in manifest.tensors if e.is_common), None)
+    if found is None:
+        return Declarations.of([])
+    return Declarations.of([Declaration(shard, found.meta, 0, False, 0, rank)])
+
+
+def whole(entry: TensorEntry, replica_id: int = 0) -> ShardedTensor:
+    """A stored tensor as one shard without data."""
+    shape = entry.meta.shape
+    dtype = dtype_named(entry.meta.dtype)
+    offset = (0,) * len(shape)
+    fragments = (1,) * len(shape)
+    return ShardedTensor(
+        entry.key, None, dtype, shape, shape, offset, fragments, replica_id
+    )
+
+
+def destination(shard: ShardedTensor) -> torch.Tensor:
+    """The caller's tensor, or a new one on the CPU; zeroed if a smaller one may be stored."""
+    tensor = shard.data
+    if tensor is None or tensor.is_meta:
+        shape = tuple(shard.local_shape)
+        try:
+            tensor = torch.empty(shape, dtype=shard.dtype, device="cpu")
+        except RuntimeError as error:
+            raise CheckpointingException(
+                f"there is no memory for {shard.key!r}, {shape} of {shard.dtype}"
+            ) from error
+    if tensor.requires_grad or type(tensor) is not torch.Tensor:
+        tensor = tensor.detach()
+    if shard.allow_shape_mismatch:
+        return tensor.zero_()
+    return tensor

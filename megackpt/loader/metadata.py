@@ -14,8 +14,7 @@ from megackpt.checkpoint import find_storage
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import NotACheckpoint
 from megackpt.loader.comparison import trusted_classes
-from megackpt.loader.load_session import LoadSession
-from megackpt.loader.row_reader import common_row, destination, whole
+from megackpt.loader.load_session import LoadSession, common_row, destination, whole
 from megackpt.state import ShardedObject, ShardedTensor, declare
 from megackpt.strategies import (
     Strategy,

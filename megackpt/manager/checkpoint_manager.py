@@ -30,11 +30,10 @@ from megackpt.errors import CheckpointingException, NotACheckpoint, RankLost
 from megackpt.loader.comparison import KeyMap
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
-from megackpt.manager.latest_step import Found, find_latest
 from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.named_values import refuse_undeclared, with_digests
-from megackpt.manager.restorer import Restorer
+from megackpt.manager.restorer import Found, Restorer, find_latest
 from megackpt.manager.retention import Retention
 from megackpt.manager.run_directory import (
     TRACKERS,

@@ -13,7 +13,7 @@ import torch
 
 from megackpt import limits, tree
 from megackpt.errors import MismatchError
-from megackpt.loader.row_reader import whole
+from megackpt.loader.load_session import whole
 from megackpt.planning.manifest import Manifest
 from megackpt.staging.source import pieces
 from megackpt.state import (

@@ -26,7 +26,6 @@ from megackpt.adapters.dtensor import holders_of, sharded
 from megackpt.distributed import Group, GroupLike, attempt
 from megackpt.errors import MismatchError, ShardingError
 from megackpt.loader.comparison import KeyMap, StateOfStored
-from megackpt.manager.group_matching import in_order
 from megackpt.manager.named_values import (
     PLACES,
     ask_for_all,
@@ -35,6 +34,7 @@ from megackpt.manager.named_values import (
 )
 from megackpt.manager.optimizer_state import (
     NamedOptimizer,
+    in_order,
     is_loaded_in_place,
     local_tensor,
     stored_values,

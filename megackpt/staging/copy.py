@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from megackpt.errors import CheckpointingException, ShardingError
-from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy
+from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy, default_cap
 from megackpt.staging.devices import (
     hold_streams,
     host_blocks,
     queue_copies,
     register,
 )
-from megackpt.staging.host_memory import default_cap
 from megackpt.staging.source import TensorSource, byte_view
 
 logger = logging.getLogger("megackpt.staging")

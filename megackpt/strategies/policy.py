@@ -46,7 +46,7 @@ class Strategy:
     that hold a shard; their copies must be equal. False: the main replica writes it. The main
     replica always writes objects. ``dedup_group`` is the torch process group within which replicas
     write for each other (None: all ranks). ``staging_memory`` is how many bytes of host memory an
-    asynchronous save may use for its copy on each rank (None: see ``staging.host_memory``). Data
+    asynchronous save may use for its copy on each rank (None: see ``staging.buffers``). Data
     that does not fit is written before ``save`` returns. Objects and the common state of such a
     save need more memory, because they are pickled whole.
 

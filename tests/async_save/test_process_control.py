@@ -10,7 +10,7 @@ from pathlib import Path
 
 def test_a_process_that_dies_with_its_parent(tmp_path):
     child = (
-        "from megackpt.async_save.process_control import die_with_parent\n"
+        "from megackpt.async_save.worker_process import die_with_parent\n"
         "print(die_with_parent(), flush=True)\n"
         "input()\n"
     )

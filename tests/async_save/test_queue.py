@@ -27,8 +27,8 @@ from megackpt import (
     ShardedTensor,
 )
 from megackpt.async_save import Pending, Task, queue as calls
-from megackpt.async_save.process_control import is_runnable
 from megackpt.async_save.task import ThreadWorker
+from megackpt.async_save.worker_process import is_runnable
 from megackpt.distributed import group_over
 from megackpt.errors import (
     CheckpointingException,

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import megackpt.saver  # noqa: F401 - loaded once, before the ranks are forked
 from megackpt import CheckpointManager, LocalTier, ShardedTensor
-from megackpt.async_save.process_control import die_with_parent
+from megackpt.async_save.worker_process import die_with_parent
 
 HOSTS, PER_HOST = 4, 2
 RANKS = HOSTS * PER_HOST

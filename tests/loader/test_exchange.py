@@ -22,7 +22,7 @@ from megackpt import (
 from megackpt.backends import ranges
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.checkpoint import open_checkpoint
-from megackpt.loader import exchange, load_operation
+from megackpt.loader import load_operation
 from megackpt.loader.comparison import Comparison, LoadRequest
 from megackpt.planning import exchange_plan
 from megackpt.storage import kernel
@@ -278,7 +278,7 @@ def test_odd_memory_in_small_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[Any]
 ) -> None:
     """Strided targets, regions cut into pieces, messages that end within an element."""
-    monkeypatch.setattr(exchange, "COPY_SIZE", 64)
+    monkeypatch.setattr(load_operation, "COPY_SIZE", 64)
     saved(tmp_path, "torch_dist", 1, 3)
     reads.clear()
 

@@ -14,7 +14,7 @@ import megackpt
 from megackpt import ShardedTensor, Strategy
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import RankFailure, RankLost
-from megackpt.loader import exchange
+from megackpt.loader import load_operation
 from megackpt.loader.load_session import LoadSession
 from megackpt.testing import ThreadedGroup
 from tests.loader.test_exchange import (
@@ -72,7 +72,7 @@ def test_an_error_while_bytes_are_handed_on_is_everybodys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     saved(tmp_path, "torch_dist", 1, 3)
-    whole = getattr(exchange.TransferData, way)
+    whole = getattr(load_operation.TransferData, way)
 
     def fails(self: Any, rows: Any) -> Iterator[memoryview]:
         for number, piece in enumerate(whole(self, rows)):
@@ -80,7 +80,7 @@ def test_an_error_while_bytes_are_handed_on_is_everybodys(
                 raise RuntimeError("out of memory")
             yield piece
 
-    monkeypatch.setattr(exchange.TransferData, way, fails)
+    monkeypatch.setattr(load_operation.TransferData, way, fails)
     for error in stories(tmp_path):
         assert isinstance(error, megackpt.RankFailure)
         assert list(error.failures) == [2]
@@ -98,8 +98,8 @@ def test_all_other_ranks_name_a_rank_that_leaves_the_exchange(
             raise KeyboardInterrupt
         yield from whole(self, rows)
 
-    whole = exchange.TransferData.outgoing
-    monkeypatch.setattr(exchange.TransferData, "outgoing", interrupted)
+    whole = load_operation.TransferData.outgoing
+    monkeypatch.setattr(load_operation.TransferData, "outgoing", interrupted)
     found = stories(tmp_path)
     assert isinstance(found[1], KeyboardInterrupt)
     for error in (found[0], found[2]):
@@ -134,7 +134,7 @@ def test_a_load_group_that_is_not_a_process_group_raises(tmp_path: Path) -> None
 def test_no_memory_between_two_collectives_raises_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = exchange.TransferData.of
+    real = load_operation.TransferData.of
 
     def run(group: ThreadedGroup) -> None:
         def state():
@@ -151,7 +151,7 @@ def test_no_memory_between_two_collectives_raises_at_once(
                 raise MemoryError("no memory for the parcels")
             return real(*args)
 
-        monkeypatch.setattr(exchange.TransferData, "of", of)
+        monkeypatch.setattr(load_operation.TransferData, "of", of)
         megackpt.load(
             state(), tmp_path / "a", Strategy(exchange="always"), process_group=group
         )

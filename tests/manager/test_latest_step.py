@@ -26,7 +26,6 @@ from megackpt.errors import (
 from megackpt.loader import load_session
 from megackpt.manager import (
     CheckpointManager,
-    latest_step,
     restorer,
     run_directory,
 )
@@ -106,13 +105,13 @@ def test_a_step_that_is_completed_during_the_search(
     """It goes on when it is looked at, and has lost its marker when it is asked what became of it."""
     other = CheckpointManager(tmp_path, asynchronous=True)
     other.save(5, state(5))
-    real = latest_step._was_complete
+    real = restorer._was_complete
 
     def was_complete(root: str, step: run_directory.Step) -> bool:
         other.finalize()
         return real(root, step)
 
-    monkeypatch.setattr(latest_step, "_was_complete", was_complete)
+    monkeypatch.setattr(restorer, "_was_complete", was_complete)
     assert restored(CheckpointManager(tmp_path)) == (5, 5, [])
     other.close()
 
@@ -247,11 +246,11 @@ def test_a_step_that_is_replaced_meanwhile_is_examined_again(
 
     replacing(2, restorer, "load")
     assert restored(manager) == (2, 2, [])
-    replacing(2, latest_step, "find_problems")
+    replacing(2, restorer, "find_problems")
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 2
-    for place, name in ((latest_step, "find_problems"), (restorer, "load")):
+    for place, name in ((restorer, "find_problems"), (restorer, "load")):
         replacing(3, place, name)
         with pytest.raises(CheckpointReplaced):
             manager.restore(state(-1))

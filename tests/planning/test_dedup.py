@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megackpt.planning.box import Box
-from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import Declaration, Declarations, ShardId, TensorMeta
+from megackpt.planning.save_plan import assign
 
 Holders = dict[
     str, tuple[int, list[int]]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.staging import host_memory
-from megackpt.staging.host_memory import available_memory, default_cap
+from megackpt.staging import buffers
+from megackpt.staging.buffers import available_memory, default_cap
 
 
 def proc(root: Path, available_kib: int, cgroup: str) -> Path:
@@ -54,8 +54,8 @@ def test_available_memory_is_what_the_host_and_all_limits_leave(tmp_path: Path) 
 def test_the_default_cap_is_half_of_it_shared_by_the_ranks_of_a_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host_memory, "available_memory", lambda: 64 << 30)
-    for name in host_memory._LOCAL_RANKS:
+    monkeypatch.setattr(buffers, "available_memory", lambda: 64 << 30)
+    for name in buffers._LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     assert default_cap.__wrapped__() == 32 << 30
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "16(x2),3")

@@ -38,7 +38,7 @@ from benchmarks.peers import (
 )
 from benchmarks.states import Piece, Spec, pieces
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
-from megackpt.async_save.process_control import die_with_parent
+from megackpt.async_save.worker_process import die_with_parent
 from megackpt.staging.buffers import POOL
 
 STEP = 300  # seconds after which a step has failed

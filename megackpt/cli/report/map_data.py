@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.coverage import shapes_table, uncovered
-from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     Declarations,
@@ -25,6 +24,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     is_main_replica,
 )
+from megackpt.planning.save_plan import assign
 from megackpt.planning.tiling import miscounted
 
 Data = dict[str, Any]

@@ -12,6 +12,9 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
@@ -25,8 +28,7 @@ from megackpt.distributed import (
 )
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.loader.comparison import StateOfStored
-from megackpt.loader.row_reader import destination
-from megackpt.manager.local.copies_group import another_group, give_back
+from megackpt.loader.load_session import destination
 from megackpt.manager.local.lineage import Line
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
 from megackpt.manager.local.tier import LocalTier
@@ -360,3 +362,37 @@ def nbytes_of(state: ShardedStateDict) -> int:
         data = leaf.data if isinstance(leaf, ShardedBase) else leaf
         total += getattr(data, "nbytes", 0)
     return total
+
+
+_spare: WeakKeyDictionary[Any, list[GroupLike]] = WeakKeyDictionary()
+
+
+def another_group(process_group: GroupLike, timeout: timedelta) -> GroupLike:
+    """A group of the same ranks, for a thread that works at the same time. Collective.
+
+    A ``Group`` is returned as it is. ``give_back`` keeps any new group for the next call.
+    """
+    if isinstance(process_group, Group):
+        return process_group
+    if not (dist.is_available() and dist.is_initialized()):
+        return process_group
+    over = dist.group.WORLD if process_group is None else process_group
+    if spare := _spare.get(over):
+        return spare.pop()
+    ranks = dist.get_process_group_ranks(over)
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, backend="gloo", use_local_synchronization=True
+    )
+    return made
+
+
+def give_back(made: GroupLike, process_group: GroupLike) -> None:
+    """Keep what ``another_group`` has returned, for its next call. All ranks, in the same order.
+
+    torch cannot make a group of the same name again after one was destroyed.
+    """
+    if made is process_group:
+        return
+    over = process_group or dist.group.WORLD
+    if over is not None:
+        _spare.setdefault(over, []).append(made)

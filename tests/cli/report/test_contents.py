@@ -19,7 +19,6 @@ from megackpt.cli.report.map_data import (
 )
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.coverage import uncovered
-from megackpt.planning.dedup import assign
 from megackpt.planning.manifest import (
     Chunks,
     Declaration,
@@ -30,7 +29,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
 )
-from megackpt.planning.save_plan import plan_save
+from megackpt.planning.save_plan import assign, plan_save
 
 Row = tuple[
     int, str, tuple[int, ...], Box, ReplicaId
