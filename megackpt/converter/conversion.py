@@ -26,8 +26,13 @@ from megackpt.converter.cells import (
     split_tasks,
     task_count,
 )
-from megackpt.converter.conversion_workers import TaskRunner, run_tasks
-from megackpt.converter.journal import JOURNAL, Journal, TaskResult
+from megackpt.converter.conversion_workers import (
+    JOURNAL,
+    Journal,
+    TaskResult,
+    TaskRunner,
+    run_tasks,
+)
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,

@@ -54,7 +54,7 @@ from megackpt.dcp.item_writer import (
     stable_resolver,
     synchronize_stream,
 )
-from megackpt.dcp.shard_protocol import check_plan, copy_fields, named_chunks
+from megackpt.dcp.planner import check_plan, copy_fields, named_chunks
 from megackpt.dcp.torch_metadata import (
     PlannedByDcp,
     check_common,

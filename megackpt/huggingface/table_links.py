@@ -12,7 +12,7 @@ from itertools import islice, product
 from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.huggingface.rules import Piece, Rule, Shape, Theirs, as_rule
 from megackpt.planning.box import Box, Boxes
-from megackpt.planning.tiling import miscounted
+from megackpt.planning.coverage import miscounted
 
 Table = Mapping[str, Theirs | None]
 TensorId = tuple[str, Shape]

@@ -14,7 +14,7 @@ from megackpt.planning.box import (
     group_equal,
     runs,
 )
-from megackpt.planning.coverage import shapes_table
+from megackpt.planning.coverage import miscounted, shapes_table, tile_exactly
 from megackpt.planning.manifest import (
     LARGEST,
     Bool,
@@ -24,7 +24,6 @@ from megackpt.planning.manifest import (
     Manifest,
     itemsizes,
 )
-from megackpt.planning.tiling import miscounted, tile_exactly
 
 _NAMED = 1000  # rows with a hole or an overlap that are counted in an error
 PAIRS = 1 << 19

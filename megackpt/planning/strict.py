@@ -16,7 +16,7 @@ import numpy as np
 
 from megackpt.errors import MismatchError, join_truncated
 from megackpt.planning.box import Boxes, distinct
-from megackpt.planning.coverage_report import key_pattern
+from megackpt.planning.coverage import key_pattern
 from megackpt.planning.manifest import (
     Declarations,
     Int32,

@@ -12,10 +12,10 @@ from typing import Any
 
 from megackpt.errors import CorruptCheckpoint
 from megackpt.storage import kernel
-from megackpt.storage.direct import DirectWriter
 from megackpt.storage.files import (
     BELOW,
     FOLDER,
+    DirectWriter,
     LocalBatch,
     LocalReader,
     LocalUpdater,

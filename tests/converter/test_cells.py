@@ -17,6 +17,7 @@ from megackpt.converter.cells import (
     task_count,
 )
 from megackpt.planning.box import Box, Boxes, regular_grids
+from megackpt.planning.coverage import tile_exactly
 from megackpt.planning.manifest import (
     Chunks,
     Declarations,
@@ -25,7 +26,6 @@ from megackpt.planning.manifest import (
     TensorMeta,
     TensorParts,
 )
-from megackpt.planning.tiling import tile_exactly
 
 
 def ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,8 +11,7 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.converter.conversion_workers import TaskRunner
-from megackpt.converter.journal import JOURNAL, Journal
+from megackpt.converter.conversion_workers import JOURNAL, Journal, TaskRunner
 from megackpt.storage import LocalStorage
 
 pytestmark = pytest.mark.usefixtures("small_tasks")

@@ -12,7 +12,7 @@ import torch
 import megackpt
 from megackpt.checkpoint import open_checkpoint
 from megackpt.converter import cells, conversion
-from megackpt.converter.journal import JOURNAL
+from megackpt.converter.conversion_workers import JOURNAL
 from megackpt.errors import CheckpointExists, NotACheckpoint
 from megackpt.storage import kernel
 

@@ -21,7 +21,7 @@ from megackpt import ShardedTensor
 from megackpt.async_save.worker_process import WorkerProcess
 from megackpt.checkpoint import open_checkpoint
 from megackpt.converter import conversion, conversion_workers as converter_workers
-from megackpt.converter.journal import JOURNAL
+from megackpt.converter.conversion_workers import JOURNAL
 from megackpt.errors import CorruptCheckpoint, NotACheckpoint, RankLost, StorageError
 
 MIB = 1 << 20

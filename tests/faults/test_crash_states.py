@@ -13,7 +13,7 @@ import pytest
 
 import megackpt
 from megackpt import limits
-from megackpt.storage import direct, kernel
+from megackpt.storage import files, kernel
 from tests.faults import crash_states
 from tests.faults.share import part
 
@@ -160,7 +160,7 @@ def test_every_state_of_direct_writes_is_one_of_two(
     """An asynchronous save whose files bypass the page cache, in pieces of a block."""
     monkeypatch.setattr(kernel, "bypass_cache", lambda *_: True)
     monkeypatch.setattr(limits, "DIRECT_BYTES", 1)
-    monkeypatch.setattr(direct, "_PIECE", direct._BLOCK)
+    monkeypatch.setattr(files, "_PIECE", files._BLOCK)
     (tmp_path / "one").mkdir()
     recording = recorded(
         states, tmp_path / "one", "torch_dist", before, with_fsync=True, later=True

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from megackpt.errors import CoverageError
-from megackpt.planning import tiling
+from megackpt.planning import coverage
 from megackpt.planning.box import Box, Boxes, runs
 from megackpt.planning.coverage import (
     check,
+    miscounted,
+    tile_exactly,
     uncovered,
 )
 from megackpt.planning.manifest import (
@@ -23,7 +25,6 @@ from megackpt.planning.manifest import (
     ShardId,
     TensorMeta,
 )
-from megackpt.planning.tiling import miscounted, tile_exactly
 
 Row = tuple[
     int, str, tuple[int, ...], Box, ReplicaId
@@ -161,7 +162,7 @@ def test_regions_larger_than_the_counting_grid_are_halved(rng: random.Random) ->
     shape = (12, 10)
     boxes = [*split(rng, Box.whole(shape), 6)[1:], Box((2, 3), (4, 4))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "CELLS", 4)
+        patch.setattr(coverage, "CELLS", 4)
         found = np.ones(shape, int)
         for region, times in miscounted(Boxes.of(boxes), shape):
             found[region.slices()] = times

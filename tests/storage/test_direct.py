@@ -20,9 +20,9 @@ from hypothesis import given, settings, strategies as st
 import megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor, limits
 from megackpt.errors import StorageError
-from megackpt.storage import LocalStorage, direct, kernel
+from megackpt.storage import LocalStorage, files, kernel
 
-PIECE = 4 * direct._BLOCK
+PIECE = 4 * files._BLOCK
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files, too, on any file system; and nothing that other tests have found out."""
     monkeypatch.setattr(kernel, "_file_system", lambda _: 0xEF53)
     monkeypatch.setattr(limits, "DIRECT_BYTES", 1)
-    monkeypatch.setattr(direct, "_PIECE", PIECE)
-    monkeypatch.setattr(direct, "_refusing", set())
+    monkeypatch.setattr(files, "_PIECE", PIECE)
+    monkeypatch.setattr(files, "_refusing", set())
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_the_bytes_are_those_of_a_buffered_file(sizes, offset, step, refused):
         parts.append(whole[start : start + size * step // 64])
         start += size * step // 64
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        direct._refusing.clear()
+        files._refusing.clear()
         if refused:
             patch.setattr(os, "writev", refusing_at(refused, errno.EINVAL))
         storage = LocalStorage(folder, direct=True)
@@ -110,12 +110,12 @@ def test_the_bytes_are_those_of_a_buffered_file(sizes, offset, step, refused):
 
 
 def test_all_but_the_end_is_direct(root, writes):
-    data = os.urandom(2 * PIECE + direct._BLOCK + 5)
+    data = os.urandom(2 * PIECE + files._BLOCK + 5)
     assert write(root, data[:7], data[7:]) == data
     assert writes == [
         (True, PIECE),
         (True, PIECE),
-        (True, direct._BLOCK),
+        (True, files._BLOCK),
         (False, 5),
     ]
 
@@ -174,13 +174,13 @@ def test_without_memory_for_a_piece(root, writes, monkeypatch):
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(direct, "mmap", refuse)
+    monkeypatch.setattr(files, "mmap", refuse)
     data = os.urandom(2 * PIECE + 1)
     assert write(root, data) == data
     assert writes == [(False, len(data))]
 
 
-@pytest.mark.parametrize("short", [1, direct._BLOCK, direct._BLOCK + 512, PIECE - 1])
+@pytest.mark.parametrize("short", [1, files._BLOCK, files._BLOCK + 512, PIECE - 1])
 def test_a_write_that_is_cut_short_goes_on(root, monkeypatch, short):
     real, whole = os.writev, []
 
@@ -206,7 +206,7 @@ def test_a_disk_that_refuses(root, monkeypatch, number, code):
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "writev", refusing_at(number, code))
     with pytest.raises(StorageError) as caught:
-        write(root, bytes(2 * PIECE + direct._BLOCK))  # the third one is in close
+        write(root, bytes(2 * PIECE + files._BLOCK))  # the third one is in close
     text = f"cannot write {root.location}/f: {os.strerror(code)}"
     if code != errno.EIO:
         text += "; free some space (or raise the quota) and save again"

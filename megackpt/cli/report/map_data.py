@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes, Int64
-from megackpt.planning.coverage import shapes_table, uncovered
+from megackpt.planning.coverage import miscounted, shapes_table, uncovered
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     Declarations,
@@ -25,7 +25,6 @@ from megackpt.planning.manifest import (
     is_main_replica,
 )
 from megackpt.planning.save_plan import assign
-from megackpt.planning.tiling import miscounted
 
 Data = dict[str, Any]
 
