@@ -46,7 +46,6 @@ from uuid import uuid4
 
 from megackpt import events, limits
 from megackpt.backends.base import Backend, Finished, Source
-from megackpt.checkpoint.chunk_checks import damage
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import Marker, active, logger
@@ -58,6 +57,7 @@ from megackpt.checkpoint.opening import (
     still_short,
 )
 from megackpt.checkpoint.records import Record
+from megackpt.checkpoint.verifying import damage
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,

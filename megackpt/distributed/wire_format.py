@@ -40,7 +40,7 @@ megackpt.distributed.failures Failure
 megackpt.distributed.group _ErrorReply
 megackpt.loader.comparison CompareRequest
 megackpt.loader.load_operation _RankRequest
-megackpt.manager.local.merged MergedSave PieceTable
+megackpt.manager.local.restore MergedSave PieceTable
 megackpt.manager.local.pieces LocalSave Piece PieceFiles
 megackpt.manager.run_directory Step
 megackpt.planning.box Box Boxes _received

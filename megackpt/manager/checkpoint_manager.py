@@ -32,7 +32,6 @@ from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.tier import LocalTier
-from megackpt.manager.named_values import refuse_undeclared, with_digests
 from megackpt.manager.restorer import Found, Restorer, find_latest
 from megackpt.manager.retention import Retention
 from megackpt.manager.run_directory import (
@@ -44,7 +43,12 @@ from megackpt.manager.run_directory import (
     naming_of,
     step_number,
 )
-from megackpt.manager.stateful import Savable, StatefulObjects
+from megackpt.manager.stateful import (
+    Savable,
+    StatefulObjects,
+    refuse_undeclared,
+    with_digests,
+)
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict

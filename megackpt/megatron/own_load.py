@@ -14,7 +14,7 @@ import numpy as np
 from megackpt import checkpoint, serialization, strategies, tree
 from megackpt.adapters.megatron import from_megatron
 from megackpt.backends.base import read_config
-from megackpt.checkpoint.chunk_checks import damage
+from megackpt.checkpoint.verifying import damage
 from megackpt.distributed import attempt, group_over, name_here
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.loader import load_operation, metadata as loader_metadata
