@@ -12,6 +12,7 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 from typing import Any, Generic, TypeVar, cast
 
 from megackpt import errors
@@ -105,7 +106,7 @@ def for_all_ranks(
     by_text = _by_text(failures, size)
     lines = [f"{_what_failed(stage)}: {len(failures)} of {size} ranks failed"]
     for text, first in by_text[:TRACEBACKS_SHOWN]:
-        lines += [_indented(text), _indented(first.details, by=4)]
+        lines += [indent(text, "  "), indent(first.details.rstrip(), "    ")]
     left = len(by_text) - TRACEBACKS_SHOWN
     if left > 0:
         lines.append(f"  and {left} more tracebacks, in .failures of this exception")
@@ -122,7 +123,7 @@ def of_coordinator(stage: str, error: BaseException) -> CheckpointingException:
             return error
         return (failure.kind or CheckpointingException)(failure.text)
     text = f"{_what_failed(stage)}: the coordinator failed: {failure.text}\n"
-    text += _indented(failure.details)
+    text += indent(failure.details.rstrip(), "  ")
     return RankFailure(text, {0: failure.details})
 
 
@@ -183,7 +184,3 @@ def _what_failed(stage: str) -> str:
     if stage == "write":
         return f"Worker failure in the stage {stage!r}"
     return f"failure in the stage {stage!r}"
-
-
-def _indented(text: str, by: int = 2) -> str:
-    return "\n".join(" " * by + line for line in text.rstrip().splitlines())
