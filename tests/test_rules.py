@@ -58,6 +58,8 @@ FILE_OPERATIONS = {
     "cli/commands.py": {"write_text"},
     # What the kernel says of a process.
     "checkpoint/marker.py": {"open"},
+    # What the kernel says of the memory of the process, which the process limits.
+    "backends/zarr/decoding_process.py": {"open"},
     # Looks behind a link that leads out of the root, which no storage opens.
     "backends/zarr/discovery.py": {"os.walk"},
     # Counts the bytes of a host's local checkpoints.

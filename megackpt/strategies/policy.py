@@ -41,14 +41,14 @@ class Strategy:
     """How to save: the format, its options, and which ranks write.
 
     ``options`` go to the backend's constructor (torch_dist: ``files_per_rank``,
-    ``separation_hint``, ``torch_metadata``; zarr: ``compression``, ``checksum``; safetensors:
-    ``shards``, ``max_shard_bytes``). ``balance`` distributes the writing of tensors over all ranks
-    that hold a shard; their copies must be equal. False: the main replica writes it. The main
-    replica always writes objects. ``dedup_group`` is the torch process group within which replicas
-    write for each other (None: all ranks). ``staging_memory`` is how many bytes of host memory an
-    asynchronous save may use for its copy on each rank (None: see ``staging.buffers``). Data
-    that does not fit is written before ``save`` returns. Objects and the common state of such a
-    save need more memory, because they are pickled whole.
+    ``separation_hint``, ``torch_metadata``; zarr: ``compression``, ``checksum``,
+    ``missing_chunks``; safetensors: ``shards``, ``max_shard_bytes``). ``balance`` distributes the
+    writing of tensors over all ranks that hold a shard; their copies must be equal. False: the main
+    replica writes it. The main replica always writes objects. ``dedup_group`` is the torch process
+    group within which replicas write for each other (None: all ranks). ``staging_memory`` is how
+    many bytes of host memory an asynchronous save may use for its copy on each rank (None: see
+    ``staging.buffers``). Data that does not fit is written before ``save`` returns. Objects and
+    the common state of such a save need more memory, because they are pickled whole.
 
     ``audit`` compares the values of each shard that several ranks hold, before the save is
     complete: "full": all of them; "sample": one in 16 blocks of 1 MiB, with another offset in the

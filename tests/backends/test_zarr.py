@@ -345,10 +345,17 @@ def test_a_description_is_what_it_was_made_of() -> None:
     assert layout.file((1, 2)) == "c.1.2"
 
 
-def test_other_zarr_groups_are_no_checkpoints(tmp_path: Path) -> None:
-    group = zarr.create_group(tmp_path / "g")
+def test_an_unfinished_save_is_not_taken_for_another_programs_group(
+    tmp_path: Path,
+) -> None:
+    group = zarr.create_group(tmp_path / "other")
     group.create_array("a", shape=(4,), dtype="float32")
-    assert not Zarr().recognises(LocalStorage(tmp_path / "g"))
+    assert Zarr().recognises(LocalStorage(tmp_path / "other"))
+    root, _ = suite.save(tmp_path / "ours", small_world())
+    root.delete("metadata.json")
+    assert not Zarr().recognises(root)
+    root.delete("zarr.json")
+    assert not Zarr().recognises(root)
 
 
 def test_xarray_opens_the_group(tmp_path: Path) -> None:

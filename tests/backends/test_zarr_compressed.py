@@ -224,13 +224,11 @@ def test_arrays_with_other_codecs_are_read(tmp_path: Path, dtype: str) -> None:
 @pytest.mark.parametrize(
     "codecs",
     [
-        [LITTLE, {"name": "zstd"}, {"name": "gzip"}],
-        [LITTLE, {"name": "crc32c"}, {"name": "zstd"}],
-        [{"name": "bytes", "configuration": {"endian": "big"}}],
-        [{"name": "transpose", "configuration": {"order": [1, 0]}}, LITTLE],
         [{"name": "zstd"}, LITTLE],
         [LITTLE, LITTLE],
         [LITTLE, {"name": "packbits"}],
+        [LITTLE, {"name": "numcodecs.pickle"}],
+        [LITTLE, {"name": "zstd"}, {"name": "gzip"}],
         [{"name": "bytes"}],
         [{"name": "crc32c"}],
     ],
@@ -244,7 +242,10 @@ def test_codecs_that_cannot_be_read_are_refused(
     document = json.loads((tmp_path / "t/zarr.json").read_text())
     document["codecs"] = codecs
     (tmp_path / "t/zarr.json").write_text(json.dumps(document))
-    with pytest.raises(BackendError, match=r"t/zarr\.json: the codecs .* cannot be"):
+    with pytest.raises(
+        BackendError,
+        match=r"t/zarr\.json: the (codecs .* cannot be|description)|not take",
+    ):
         Zarr().read_manifest(root)
 
 
@@ -267,5 +268,7 @@ def test_damaged_chunks_are_corrupt(
     contents = {"cut": data[:-5], "longer": data + b"12345", "short": data[:7]}
     path.write_bytes(contents[damage])
     rows = world.declared(list(world.shards()))
-    with pytest.raises(CorruptCheckpoint, match=f"'t'.*{compression} cannot"):
+    with pytest.raises(
+        CorruptCheckpoint, match=f"'t'.*({compression}|tensorstore) cannot"
+    ):
         suite.load(root, Zarr().read_manifest(root), rows)

@@ -13,6 +13,7 @@ import pytest
 import tensorstore as ts
 import zarr
 from hypothesis import given, strategies as st
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 
 import megackpt.zarr_dtypes  # noqa: F401  (zarr-python learns bfloat16)
 from megackpt.backends.zarr import Zarr
@@ -288,19 +289,32 @@ def test_places_come_from_the_shards_own_index(tmp_path: Path) -> None:
         suite.expect(world, suite.load(root, manifest, shards, verify))
 
 
-def test_an_index_in_front_of_the_chunks_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["start", "end"])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_an_index_may_be_in_front_or_without_a_checksum(
+    tmp_path: Path, place: str, checksum: bool
+) -> None:
     world = World({"t": Whole.random("float32", (8, 8), (8, 8))})
     root, _ = suite.save(tmp_path / "c", world)
     root.delete("t")
-    zarr.create_array(
+    array = zarr.create_array(
         tmp_path / "c/t",
         shape=(8, 8),
-        chunks=(2, 4),
-        shards={"shape": (8, 8), "index_location": "start"},
+        chunks=(8, 8),
         dtype="float32",
+        compressors=None,
+        serializer=ShardingCodec(
+            chunk_shape=(2, 4),
+            codecs=[BytesCodec()],
+            index_codecs=[BytesCodec(), *[Crc32cCodec()] * checksum],
+            index_location=place,
+        ),
     )
-    with pytest.raises(BackendError, match=r"t/zarr\.json: the index of its shards"):
-        Zarr().read_manifest(root)
+    array[:] = world.tensors["t"].values.view(np.float32).reshape(8, 8)
+    manifest = Zarr().read_manifest(root)
+    assert manifest.encoding == "raw"
+    assert len(manifest.chunks) == 8
+    suite.expect(world, suite.load(root, manifest, world.declared([*world.shards()])))
 
 
 def put_shard(
@@ -377,8 +391,8 @@ def test_a_chunk_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
         ({"codecs": []}, CorruptCheckpoint),
         ({"codecs": [{"name": "sharding_indexed"}]}, BackendError),
         ({"codecs": [LITTLE, {"name": "zstd"}, {"name": "blosc"}]}, BackendError),
-        ({"index_codecs": [LITTLE]}, BackendError),
-        ({"index_location": "middle"}, BackendError),
+        ({"index_codecs": [LITTLE, {"name": "zstd"}]}, BackendError),
+        ({"index_location": "middle"}, CorruptCheckpoint),
     ],
 )
 @pytest.mark.usefixtures("tiny_chunks")

@@ -21,18 +21,23 @@ from megackpt.backends.base import (
 )
 from megackpt.backends.zarr.array_metadata import metadata_files, refuse_unfit
 from megackpt.backends.zarr.cell_writer import write_rows
-from megackpt.backends.zarr.chunk_reader import damage, raw_rows, read_rows
+from megackpt.backends.zarr.chunk_reader import (
+    damage,
+    missing_rows,
+    raw_rows,
+    read_rows,
+)
 from megackpt.backends.zarr.codecs import Packing
-from megackpt.backends.zarr.discovery import discover, holds
+from megackpt.backends.zarr.discovery import discover, recognised
 from megackpt.backends.zarr.fragments import assemble, described, fragment_names
 from megackpt.backends.zarr.grid import (
     ARRAY,
+    FOREIGN,
     MEGATRON,
     VERSION,
-    ZARRAY,
     entry_name,
 )
-from megackpt.errors import CorruptCheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Int64
 from megackpt.planning.manifest import LoadPlan, Manifest, SavePlan, WriteResult
 from megackpt.storage import Storage
@@ -57,24 +62,36 @@ class Zarr(Backend):
     the location, unless there is padding between them (``Cells.prefix``): then only this backend
     can read them.
 
-    Version 1 is the format of this name in Megatron-Core up to 0.15 (discovery.py). It is read,
-    not written.
+    Version 1 is the format of this name in Megatron-Core up to 0.15, version 3 stands for arrays of
+    other programs (discovery.py). Both are read, not written.
 
     ``compression`` is None, "zstd", "blosc", or one of these with a level ("zstd:5"). Digests are
     computed from the uncompressed bytes. ``checksum``: a crc32c ends each chunk, for readers that
-    do not know our digests. A load needs neither option.
+    do not know our digests. A load needs neither option. ``missing_chunks`` is for the load of
+    arrays of other programs: "fill", their chunks that are not stored have the fill value, as zarr
+    specifies; "error", they are damage, as in version 1 and 2.
     """
 
     properties: ClassVar[Properties] = Properties(
         "zarr",
         VERSION,
-        frozenset((MEGATRON, VERSION)),
+        frozenset((MEGATRON, VERSION, FOREIGN)),
         gridded=True,
         max_item_bytes=128 << 20,
     )
 
-    def __init__(self, compression: str | None = None, checksum: bool = True) -> None:
-        """Raises BackendError for an unknown compression."""
+    def __init__(
+        self,
+        compression: str | None = None,
+        checksum: bool = True,
+        missing_chunks: str = "fill",
+    ) -> None:
+        """Raises BackendError for an unknown compression, or other unknown values."""
+        if missing_chunks not in ("fill", "error"):
+            raise BackendError(
+                f"missing_chunks must be 'fill' or 'error', not {missing_chunks!r}"
+            )
+        self.fills = missing_chunks == "fill"
         self.packing = Packing.chosen(compression, checksum)
         encoding = "native"
         if compression is None:
@@ -103,13 +120,16 @@ class Zarr(Backend):
         chunks = manifest.chunks
         decoded = super().decoded_bytes(replace(manifest, encoding="native"))
         # A chunk at the end of a tensor is stored at full size, like all chunks.
+        missing = missing_rows(manifest)
         largest = np.zeros(len(manifest.tensors), np.int64)
-        np.maximum.at(largest, chunks.tensor, decoded)
+        np.maximum.at(largest, chunks.tensor[~missing], decoded[~missing])
+        if not len(chunks.digests):
+            largest *= 2  # a library has the bytes and the elements of a chunk, too
         raw = raw_rows(manifest, np.arange(len(chunks), dtype=np.int64))
-        return np.where(raw, 0, largest[chunks.tensor])
+        return np.where(raw | missing, 0, largest[chunks.tensor])
 
     def recognises(self, root: Storage) -> bool:
-        """By metadata.json. A directory of Megatron's without one, by an array in it."""
+        """By metadata.json. Other directories by an array or a group in it."""
         if super().recognises(root):
             return True
         try:
@@ -117,14 +137,14 @@ class Zarr(Backend):
                 return False
         except CorruptCheckpoint:
             return False
-        return any(holds(root, name, ZARRAY) for name in root.list())
+        return recognised(root)
 
     def read_manifest(self, root: Storage) -> Manifest:
         config = read_config(root)
-        version = MEGATRON
+        version = FOREIGN
         if config is not None:
             version = config.sharded_backend_version
-        return discover(root, version)
+        return discover(root, version, self.fills)
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         read_rows(root, plan, into, verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import reprlib
 from collections.abc import Iterable
 from functools import lru_cache
@@ -12,7 +13,13 @@ from typing import Any
 import numpy as np
 
 from megackpt import limits
-from megackpt.backends.zarr.codecs import COMPRESSORS, CRC, LITTLE, Packing
+from megackpt.backends.zarr.codecs import (
+    COMPRESSORS,
+    CRC,
+    LIBRARIES,
+    LITTLE,
+    Packing,
+)
 from megackpt.backends.zarr.grid import (
     ARRAY,
     SEPARATOR,
@@ -21,6 +28,12 @@ from megackpt.backends.zarr.grid import (
     ArrayLayout,
     Grid,
     entry_name,
+    join,
+)
+from megackpt.backends.zarr.library_decoders import (
+    fill_value,
+    library_of_v2,
+    library_of_v3,
 )
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, Manifest, TensorEntry
@@ -50,9 +63,13 @@ _MOST_DIMENSIONS = 32  # of numpy and of tensorstore
 _MOST_CONSOLIDATED = 10_000  # arrays; a longer list costs readers more than it saves
 _SEPARATORS = ("/", ".")
 _HINT = "import megackpt.zarr_dtypes"
-_V2_DTYPES = {np.dtype(d).str: d for d in sorted(DTYPES - EXOTIC)}
-_V2_DTYPES.update((d, d) for d in EXOTIC)
-_PARSE_ERRORS = (
+_NAMINGS = {"default": ("c", "/"), "v2": ("", ".")}
+"""The prefix of the names of chunks, and the separator if none is given."""
+_PLACES = ("start", "end")
+_COPIED = ("zarr_format", "node_type", "data_type", "fill_value")
+_COPIED_V2 = ("zarr_format", "dtype", "compressor", "fill_value", "order", "filters")
+_V2_DTYPE = re.compile(r"[<>|=][biufc][0-9]{1,2}")
+PARSE_ERRORS = (
     ValueError,
     LookupError,
     TypeError,
@@ -173,50 +190,60 @@ def refuse_unfit(tensors: Iterable[TensorEntry], grids: Iterable[Grid | None]) -
 
 
 def read_layout(root: Storage, folder: str) -> ArrayLayout | None:
-    """The array in a folder, by its zarr.json or .zarray; None without either.
+    """The array in a folder ("": the root), by its zarr.json or .zarray.
 
-    Raises as ``parse_array``.
+    None without one, or if it is a group. Raises as ``parse_array``.
     """
     for name, parse in ((ARRAY, parse_array), (ZARRAY, parse_zarray)):
-        file = f"{folder}/{name}"
+        file = join(folder, name)
         if root.size(file) is not None:
             text = root.get(file, limits.ZARR_DESCRIPTION_BYTES)
             return parse(text, f"{root.location}/{file}")
     return None
 
 
-def parse_array(text: bytes, where: str) -> ArrayLayout:
-    """The array that a zarr.json describes.
+def parse_array(text: bytes, where: str) -> ArrayLayout | None:
+    """The array that a zarr.json describes; None if it describes a group.
 
-    Raises CorruptCheckpoint if it describes none, BackendError if it is one that we cannot read.
+    Raises CorruptCheckpoint if it describes neither, BackendError if it is one that we cannot read.
     """
     try:
         document = json.loads(text)
+        if document["node_type"] == "group":
+            return None
         shape = tuple(document["shape"])
-        dtype = document["data_type"]
+        dtype = str(document["data_type"])
         grid = document["chunk_grid"]
         naming = document["chunk_key_encoding"]
         cell = inner = tuple(grid["configuration"]["chunk_shape"])
-        separator = naming.get("configuration", {}).get("separator", "/")
+        prefix, separator = _NAMINGS.get(naming["name"], ("", ""))
+        separator = naming.get("configuration", {}).get("separator", separator)
         key = document.get("attributes", {}).get("key")
         codecs = document["codecs"]
+        # The index of other shards is left to a library, with the chunks.
+        index = {}
         sharded = len(codecs) == 1 and codecs[0]["name"] == "sharding_indexed"
         if sharded:
-            options = codecs[0]["configuration"]
-            inner = tuple(options["chunk_shape"])
-            codecs = options["codecs"]
-            location = options.get("index_location", "end")
-            if options["index_codecs"] != [LITTLE, CRC] or location != "end":
-                raise BackendError(f"{where}: the index of its shards cannot be read")
+            index = codecs[0]["configuration"]
+            sharded = index["index_codecs"] in ([LITTLE, CRC], [LITTLE])
+        if sharded:
+            inner = tuple(index["chunk_shape"])
+            codecs = index["codecs"]
         packing = _packing(where, codecs, dtype)
         kind = [document["zarr_format"], document["node_type"], grid["name"]]
         kind += [naming["name"], separator]
-        if (
-            kind[:-1] != [3, "array", "regular", "default"]
-            or separator not in _SEPARATORS
-        ):
-            raise ValueError(f"it is {kind}")
-    except _PARSE_ERRORS as error:
+        unknown = naming["name"] not in _NAMINGS or separator not in _SEPARATORS
+        place = index.get("index_location", "end")
+        if kind[:3] != [3, "array", "regular"] or unknown or place not in _PLACES:
+            raise ValueError(f"it is {kind}, {place}")
+        single = {
+            **{name: document[name] for name in _COPIED if name in document},
+            "shape": inner,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": inner}},
+            "chunk_key_encoding": {"name": "default"},
+            "codecs": codecs,
+        }
+    except PARSE_ERRORS as error:
         raise CorruptCheckpoint(
             f"{where} does not describe a zarr array that can be read: {error!r}"
         ) from error
@@ -229,13 +256,18 @@ def parse_array(text: bytes, where: str) -> ArrayLayout:
             )
     if not isinstance(key, str | None):
         raise CorruptCheckpoint(f"{where}: the attribute 'key' is {key!r}, not a text")
-    return ArrayLayout(shape, dtype, cell, inner, sharded, packing, "c", separator, key)
+    layout = ArrayLayout(
+        shape, dtype, cell, inner, sharded, packing, prefix, separator, key,
+        sharded and place == "start", not sharded or CRC in index["index_codecs"],
+        document=json.dumps(single),
+    )  # fmt: skip
+    return _accepted(layout, where)
 
 
 def _packing(where: str, codecs: list[dict[str, Any]], dtype: str) -> Packing:
-    """The packing by these codecs: bytes, at most one compressor, and perhaps a crc32c.
+    """The packing by these codecs: our own is bytes, at most one compressor, perhaps a crc32c.
 
-    Raises BackendError for any other codec.
+    Raises BackendError for codecs that nothing decodes.
     """
     names = [codec["name"] for codec in codecs]
     options = codecs[0].get("configuration", {})
@@ -243,11 +275,14 @@ def _packing(where: str, codecs: list[dict[str, Any]], dtype: str) -> Packing:
     checksum = names[-1] == "crc32c"
     packed = names[1 : len(names) - checksum]
     known = len(packed) <= 1 and COMPRESSORS.issuperset(packed)
-    if names[0] != "bytes" or not little or not known:
+    if names[0] == "bytes" and little and known:
+        return Packing(packed[0] if packed else None, checksum)
+    library = library_of_v3(codecs)
+    if not library:
         raise BackendError(
             f"{where}: the codecs {', '.join(names)} of {dtype} cannot be read"
         )
-    return Packing(packed[0] if packed else None, checksum)
+    return Packing(library, checksum=False)
 
 
 def parse_zarray(text: bytes, where: str) -> ArrayLayout:
@@ -261,23 +296,52 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
         compressor = document["compressor"]
         if compressor is not None:
             compressor = compressor["id"]
+        filters = document.get("filters") or ()
         separator = document.get("dimension_separator", ".")
         if document["zarr_format"] != 2 or separator not in _SEPARATORS:
             raise ValueError(f"separator {separator!r}")
-        readable = compressor is None or compressor in COMPRESSORS
-        readable = readable and order == "C" and not document.get("filters")
-    except _PARSE_ERRORS as error:
+        library = library_of_v2(compressor, filters)
+        name = dtype
+        big = False
+        if _V2_DTYPE.fullmatch(dtype):
+            name = np.dtype(dtype).name
+            big = np.dtype(dtype).byteorder == ">"
+        single = {
+            **{member: document.get(member) for member in _COPIED_V2},
+            "shape": cell,
+            "chunks": cell,
+        }
+    except PARSE_ERRORS as error:
         raise CorruptCheckpoint(
             f"{where} does not describe a zarr array that can be read: {error!r}"
         ) from error
-    name = _V2_DTYPES.get(dtype, dtype)
     _check(where, shape, cell, cell, name)
-    if not readable:
+    if not library or order not in ("C", "F"):
+        ids = ", ".join(str(codec["id"]) for codec in filters) or "none"
         raise BackendError(
-            f"{where}: order {order!r}, filters or the compressor {compressor!r} cannot be read"
+            f"{where}: order {order!r}, the filters {ids} or the compressor {compressor!r} "
+            "cannot be read"
         )
-    packing = Packing(compressor, checksum=False)
-    return ArrayLayout(shape, name, cell, cell, False, packing, "", separator)
+    packing = Packing(library, checksum=False)
+    plain = order == "C" and not big and not filters
+    if plain and (compressor is None or compressor in COMPRESSORS):
+        packing = Packing(compressor, checksum=False)
+    layout = ArrayLayout(
+        shape, name, cell, cell, False, packing, "", separator,
+        description=ZARRAY, document=json.dumps(single),
+    )  # fmt: skip
+    return _accepted(layout, where)
+
+
+def _accepted(layout: ArrayLayout, where: str) -> ArrayLayout:
+    """The layout, if the library that decodes its chunks, if any, takes its document."""
+    library = layout.packing.compressor
+    if library in LIBRARIES:
+        try:
+            fill_value(str(library), layout.document)
+        except BackendError as error:
+            raise BackendError(f"{where}: {error}") from error
+    return layout
 
 
 def _check(where: str, shape: Grid, cell: Grid, inner: Grid, dtype: str) -> None:
@@ -292,4 +356,7 @@ def _check(where: str, shape: Grid, cell: Grid, inner: Grid, dtype: str) -> None
             f"{where}: shape {sizes[0]}, grid {sizes[1]} and chunks {sizes[2]} make no zarr array"
         )
     if dtype not in DTYPES:
-        raise BackendError(f"{where}: arrays of the data type {dtype!r} cannot be read")
+        raise BackendError(
+            f"{where}: arrays of the data type {dtype!r} cannot be read: no tensor holds texts, "
+            "dates, objects or records. hint: move such arrays out of the directory"
+        )

@@ -15,12 +15,19 @@ from numpy.typing import NDArray
 
 from megackpt.backends.base import Target, run_in_threads
 from megackpt.backends.object_files import ConvertedObjects
-from megackpt.backends.ranges import octets, read_raw
+from megackpt.backends.ranges import PIECE, octets, read_raw
 from megackpt.backends.zarr.array_metadata import read_layout
-from megackpt.backends.zarr.codecs import shard_index
-from megackpt.backends.zarr.grid import MEGATRON, ArrayLayout, Cells
+from megackpt.backends.zarr.codecs import LIBRARIES, TENSORSTORE, shard_index
+from megackpt.backends.zarr.grid import (
+    DESCRIPTIONS,
+    MEGATRON,
+    VERSION,
+    ArrayLayout,
+    Cells,
+)
+from megackpt.backends.zarr.library_decoders import decode, fill_value
 from megackpt.errors import CorruptCheckpoint
-from megackpt.planning.box import Boxes, Int64, group
+from megackpt.planning.box import Boxes, Int64, cut, extents_within, group
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     Bool,
@@ -78,12 +85,32 @@ def raw_rows(manifest: Manifest, rows: Int64) -> Bool:
     return cells.is_object | (cells.prefix & (manifest.encoding == "raw"))
 
 
+def missing_rows(manifest: Manifest) -> Bool:
+    """Which chunks are not stored? Their place is the description with the fill value."""
+    descriptions = [is_description(name) for name in manifest.files]
+    # Empty chunks have the number -1.
+    missing: Bool = np.array([*descriptions, False])[manifest.chunks.file]
+    return missing
+
+
+def is_description(file: str) -> bool:
+    return file.rpartition("/")[2] in DESCRIPTIONS
+
+
+def element_of_missing(layout: ArrayLayout) -> NDArray[Any]:
+    """The fill value, without dimensions. Raises BackendError if the description is wrong."""
+    library = layout.packing.compressor
+    if library not in LIBRARIES:
+        library = TENSORSTORE
+    return fill_value(str(library), layout.document)
+
+
 def damage(root: Storage, manifest: Manifest) -> list[str] | None:
     """The problems that the crc32c of the chunks show. None if there are arrays without."""
     reader = _ChunkReader(root, manifest.backend[1])
     problems = []
     itemsize = itemsizes(manifest.tensors)[manifest.chunks.tensor]
-    for row in np.flatnonzero(itemsize).tolist():
+    for row in np.flatnonzero((itemsize > 0) & ~missing_rows(manifest)).tolist():
         entry = manifest.tensors[manifest.chunks.tensor[row]]
         chunk = manifest.chunk(row)
         try:
@@ -126,6 +153,9 @@ class _ChunkReader:
         """Read regions of one chunk."""
         entry = items[0].entry
         chunk = items[0].chunk
+        if is_description(chunk.location.file):
+            self._fill(items, into)
+            return
         checked = partial(self._checked_elements, entry, chunk, verify)
         values = read_again(self.root, checked)
         for item in items:
@@ -135,10 +165,27 @@ class _ChunkReader:
             filled[...] = region.view(filled.dtype)
             into.close(item.target, item.box, filled)
 
+    def _fill(self, items: list[ReadItem], into: Target) -> None:
+        """Fill regions of a missing chunk."""
+        layout = self.layout_of(items[0].entry, items[0].chunk)
+        value = element_of_missing(layout)
+        for item in items:
+            boxes = Boxes.of([item.box])
+            extents = extents_within(boxes.shape, np.array([PIECE // value.itemsize]))
+            pieces = cut(boxes, extents, boxes.offset)[1]
+            for row in range(len(pieces)):
+                box = pieces.row(row, len(item.box.shape))
+                filled = into.open(item.target, box)
+                filled[...] = value.view(filled.dtype)
+                into.close(item.target, box, filled)
+
     def layout_of(self, entry: TensorEntry, chunk: Chunk) -> ArrayLayout:
         folder = entry.key
-        if self.version != MEGATRON:
-            folder = chunk.location.file.partition("/")[0]
+        file = chunk.location.file
+        if self.version == VERSION:
+            folder = file.partition("/")[0]
+        elif not file.startswith(f"{folder}/"):
+            folder = ""  # the directory is the array
         return self._read_layout(folder, entry)
 
     def _checked_elements(
@@ -183,7 +230,12 @@ class _ChunkReader:
                 start = 0
                 length = reader.size
                 if layout.sharded:
-                    index = self._read_index(file, layout.chunks_in_a_cell)
+                    index = self._read_index(
+                        file,
+                        layout.chunks_in_a_cell,
+                        layout.index_first,
+                        layout.index_checksum,
+                    )
                     number = layout.numbers(Boxes.of([chunk.box]))[0]
                     start = int(index[0][number])
                     length = int(index[1][number])
@@ -201,7 +253,11 @@ class _ChunkReader:
                     data = read_dense(reader, start, length, name)
         except FileNotFoundError:
             raise CorruptCheckpoint(f"{name}: the file is missing") from None
-        found = layout.packing.unpack(data, layout.chunk_bytes, name)
+        library = layout.packing.library(data)
+        if library:
+            found = decode(library, layout.document, data, name)
+        else:
+            found = layout.packing.unpack(data, layout.chunk_bytes, name)
         # A chunk at the end of the tensor is stored at full size.
         index_of_box: Any = (*map(slice, chunk.box.shape), ...)
         values: NDArray[Any] = found.view(dtype).reshape(layout.inner)[index_of_box]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,12 @@ MISSING = -1
 """The start and the length of a chunk that a shard does not have."""
 LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}
-COMPRESSORS = frozenset(("zstd", "blosc", "gzip", "zlib"))
-"""The compressors that can be read. Only the first two are written."""
+COMPRESSORS = frozenset(("zstd", "blosc"))
+"""The compressors of the plain form, which this module reads and writes."""
+TENSORSTORE = "tensorstore"
+ZARR_PYTHON = "zarr-python"
+LIBRARIES = frozenset((TENSORSTORE, ZARR_PYTHON))
+"""What decodes all other chunks: see library_decoders.py."""
 
 _LEVELS = {"zstd": (22, 3), "blosc": (9, 5)}  # the highest, and the default
 _CRC_BYTES = 4
@@ -36,7 +39,8 @@ class Packing:
     """How the chunks of an array are stored.
 
     Attributes:
-        compressor: the codec that their bytes went through, if any.
+        compressor: the codec that their bytes went through, if any. One of LIBRARIES: codecs that
+            this library decodes.
         checksum: whether a crc32c follows.
         level: of the compressor; it matters only to a writer.
     """
@@ -99,6 +103,15 @@ class Packing:
             return [body]
         return [body, crc_bytes(crc32c(body))]
 
+    def library(self, data: bytearray) -> str:
+        """The library that decodes this chunk; "" if ``unpack`` does."""
+        if self.compressor in LIBRARIES:
+            return str(self.compressor)
+        # A frame need not declare the size of its content. tensorstore decodes it to an end.
+        if self.compressor == "zstd" and _zstd_content_size(data[:_ZSTD_HEADER]) < 0:
+            return TENSORSTORE
+        return ""
+
     def unpack(self, data: bytearray, size: int, where: str) -> Octets:
         """The bytes of a chunk.
 
@@ -131,10 +144,7 @@ def crc_bytes(crc: int) -> memoryview:
 
 def _decompress(name: str, data: Octets, size: int, where: str) -> Octets:
     try:
-        if name in ("gzip", "zlib"):
-            stream = zlib.decompressobj(31 if name == "gzip" else 15)
-            return np.frombuffer(stream.decompress(data.data, size + 1), np.uint8)
-        # These two trust the sizes in their headers, so they are compared first.
+        # Both codecs trust the sizes in their headers, so these are compared first.
         header = data[:_ZSTD_HEADER].tobytes()
         codec: Any = numcodecs.Zstd()
         if name == "blosc":
@@ -149,14 +159,14 @@ def _decompress(name: str, data: Octets, size: int, where: str) -> Octets:
             raise ValueError(f"its header claims {claimed} bytes instead of {size}")
         decoded = np.empty(size, np.uint8)
         codec.decode(data, decoded)
-    except (ValueError, RuntimeError, MemoryError, zlib.error) as error:
+    except (ValueError, RuntimeError, MemoryError) as error:
         raise CorruptCheckpoint(
             f"{where}: {name} cannot decompress the chunk: {error}"
         ) from error
     return decoded
 
 
-def _zstd_content_size(header: bytes) -> int:
+def _zstd_content_size(header: bytes | bytearray) -> int:
     """The size of the content that a frame declares (RFC 8878, 3.1.1); -1 if it does not."""
     if header[:4] != _ZSTD_MAGIC or len(header) < 6:
         return -1
@@ -183,14 +193,17 @@ def encode_index(count: int, numbers: Int64, stored: list[tuple[int, int]]) -> b
     return index + crc_bytes(crc32c(index))
 
 
-def shard_index(root: Storage, file: str, count: int) -> tuple[Int64, Int64]:
+def shard_index(
+    root: Storage, file: str, count: int, first: bool = False, checksum: bool = True
+) -> tuple[Int64, Int64]:
     """Start and length of each of the ``count`` chunks of a shard; MISSING for absent chunks.
 
+    The index is at the end of the file (``first``: at the start), and a ``checksum`` ends it.
     Raises CorruptCheckpoint if the file is missing or too short, or if its index is damaged or
     points beyond its end.
     """
     where = f"{root.location}/{file}"
-    total = 16 * count + _CRC_BYTES
+    total = 16 * count + _CRC_BYTES * checksum
     try:
         with root.open(file) as reader:
             end = reader.size
@@ -198,10 +211,12 @@ def shard_index(root: Storage, file: str, count: int) -> tuple[Int64, Int64]:
                 raise CorruptCheckpoint(
                     f"{where} has {end} bytes, and its index alone should have {total}"
                 )
-            data = read_dense(reader, end - total, total, f"the index of {where}")
+            start = 0 if first else end - total
+            data = read_dense(reader, start, total, f"the index of {where}")
     except FileNotFoundError:
         raise CorruptCheckpoint(f"{where} is missing") from None
-    if data[-_CRC_BYTES:] != crc_bytes(crc32c(data[:-_CRC_BYTES])):
+    crc = crc_bytes(crc32c(data[: 16 * count]))
+    if checksum and data[16 * count :] != crc:
         raise CorruptCheckpoint(
             f"{where}: the index of the shard does not match its crc32c"
         )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, product
+from itertools import chain, groupby, islice, product
+from operator import itemgetter
 
 from megackpt import limits
 from megackpt.backends.object_files import (
@@ -18,14 +20,25 @@ from megackpt.backends.object_files import (
     OBJECTS,
     ObjectFile,
     decode_key,
+    encode_key,
     key_files,
     object_shards,
     objects_in,
     parse_shard,
 )
-from megackpt.backends.zarr.array_metadata import read_layout
+from megackpt.backends.zarr.array_metadata import PARSE_ERRORS, read_layout
 from megackpt.backends.zarr.codecs import MISSING, shard_index
-from megackpt.backends.zarr.grid import ARRAY, MEGATRON, ZARRAY, ArrayLayout, Grid
+from megackpt.backends.zarr.grid import (
+    ARRAY,
+    DESCRIPTIONS,
+    FOREIGN,
+    MEGATRON,
+    VERSION,
+    ZARRAY,
+    ArrayLayout,
+    Grid,
+    join,
+)
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
@@ -40,6 +53,14 @@ from megackpt.planning.manifest import (
 )
 from megackpt.storage import LocalStorage, Storage
 
+logger = logging.getLogger(__name__)
+
+_ZGROUP = ".zgroup"
+_TABLES = (*DESCRIPTIONS, _ZGROUP, ".zattrs", ".zmetadata")
+_ORBAX = frozenset(("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt"))
+"""Orbax has zarr arrays in its directories. These files say which ones, and how they are nested."""
+_ROOT_KEY = "array"
+"""The key where the directory itself is an array."""
 _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # nested folders, for keys with "/" in version 1
 _MOST_FOLDERS = 1_000  # that are looked at behind a link
@@ -58,17 +79,52 @@ def holds(root: Storage, folder: str, name: str) -> bool:
         return False
 
 
-def discover(root: Storage, version: int) -> Manifest:
+def recognised(root: Storage) -> bool:
+    """Is this a zarr group or array, or a folder of these? An unfinished save of ours is not.
+
+    The first description decides, of the root or of a folder in it.
+    """
+    names = root.list()
+    if not _ORBAX.isdisjoint(names):
+        return False
+    for folder in ("", *names):
+        for name in (ZARRAY, _ZGROUP, ARRAY):
+            if folder and not holds(root, folder, name):
+                continue
+            file = join(folder, name)
+            if folder or root.size(file) is not None:
+                return name != ARRAY or _is_foreign(root, file)
+    return False
+
+
+def _is_foreign(root: Storage, file: str) -> bool:
+    """Does this zarr.json of version 3 lack what we write into each?"""
+    try:
+        document = json.loads(root.get(file, limits.ZARR_DESCRIPTION_BYTES))
+        attributes = document.get("attributes", {})
+        key = attributes.get("key")
+        ours = "megackpt" in attributes
+        if isinstance(key, str):
+            ours |= file == f"{encode_key(key)}/{ARRAY}"
+        return document["zarr_format"] == 3 and not ours
+    except (CorruptCheckpoint, *PARSE_ERRORS):
+        return False
+
+
+def discover(root: Storage, version: int, fills: bool = True) -> Manifest:
     """The manifest, from the files alone.
 
-    Raises CorruptCheckpoint naming the chunks that are missing or cut off.
+    ``fills``: missing chunks of FOREIGN arrays have the fill value. Raises CorruptCheckpoint naming
+    the chunks that are missing or cut off.
     """
-    found = _Found(root)
-    if version == MEGATRON:
+    found = _Found(root, version, version == FOREIGN and fills)
+    if version != VERSION:
         if COMMON_FILE in root.list():
             found.entry(COMMON_KEY, TensorMeta((), OBJECT))
             found.chunk(Box((), ()), COMMON_FILE, 0, found.size(COMMON_FILE))
         _find_nested(found, "", 0)
+        if version == FOREIGN and any(e.meta.is_object for e in found.entries):
+            return discover(root, MEGATRON)  # of which metadata.json was lost
         if not found.entries and not found.problems:
             found.problems.append(
                 "it holds neither an array nor an object nor a common state"
@@ -79,6 +135,13 @@ def discover(root: Storage, version: int) -> Manifest:
         raise CorruptCheckpoint(
             f"{root.location} is damaged: {'; '.join(found.problems)}. "
             "hint: every chunk of an array must be there (zarr would give its fill value instead)"
+        )
+    if found.missing:
+        logger.info(
+            "%s: %d chunks are not stored, so their elements are the fill values of the arrays, "
+            "as zarr specifies; missing_chunks='error' refuses such arrays",
+            root.location,
+            found.missing,
         )
     manifest = listed(found.entries, found.chunks, ("zarr", version))
     return replace(
@@ -94,12 +157,15 @@ class _Found:
     """The contents of a directory as far as it was read, and everything that is wrong with it."""
 
     root: Storage
+    version: int
+    fills: bool
     entries: list[TensorEntry] = field(default_factory=list)
     grids: list[Grid | None] = field(default_factory=list)
     chunks: list[tuple[int, Box, Location]] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     encoding: str = "raw"
     problems: list[str] = field(default_factory=list)
+    missing: int = 0
 
     def entry(self, key: str, meta: TensorMeta, grid: Grid | None = None) -> None:
         self.entries.append(TensorEntry(key, meta))
@@ -127,27 +193,45 @@ class _Found:
         if layout.packing.compressor is not None:
             self.encoding = "native"
         origin = layout.file((0,) * len(layout.shape))
+        description = join(folder, layout.description)
         if 0 in layout.shape:
-            self.chunk(Box.whole(layout.shape), f"{folder}/{origin}", 0, 0)
+            # Only our saves write a file for it.
+            file = description
+            if self.version == VERSION:
+                file = join(folder, origin)
+            self.chunk(Box.whole(layout.shape), file, 0, 0)
             return
-        there = set(_files_below(self.root, folder, origin.count("/")))
+        files = {}
+        for file in _files_below(self.root, folder, origin.count("/")):
+            index = layout.index_in(file.removeprefix(join(folder, "")))
+            if index is not None:
+                files[index] = file
+        there = sorted(files)
+        for index in there:
+            self.cell(layout, layout.box(index), files[index], description)
         # A description may claim any number of cells. The existing files bound the work.
-        ranges = [range(min(count, len(there) + 1)) for count in layout.counts]
-        missing: list[str] = []
-        for index in product(*ranges):
-            file = f"{folder}/{layout.file(index)}"
-            if file in there:
-                self.cell(layout, layout.box(index), file)
-            else:
-                missing.append(file)
-            if len(missing) == _NAMED:
-                break
-        if missing:
+        gaps = list(_gaps(layout.counts, there))
+        if gaps and self.fills:
+            self.encoding = "native"
+            for gap in gaps:
+                self.gap(layout, gap, description)
+        elif gaps:
+            indices = chain.from_iterable(map(_indices, gaps))
+            names = [join(folder, layout.file(i)) for i in islice(indices, _NAMED)]
             self.problems.append(
-                f"tensor {key!r} ({folder}) lacks the chunk {', '.join(missing)}"
+                f"tensor {key!r} ({folder}) lacks the chunk {', '.join(names)}"
             )
 
-    def cell(self, layout: ArrayLayout, box: Box, file: str) -> None:
+    def gap(self, layout: ArrayLayout, gap: Box, description: str) -> None:
+        """Cells without files, which count as one chunk in the description of the array."""
+        self.missing += gap.volume * layout.chunks_in_a_cell
+        first = layout.box(gap.offset)
+        last = layout.box(tuple(stop - 1 for stop in gap.stop))
+        ends = zip(last.stop, first.offset, strict=True)
+        box = Box(first.offset, tuple(end - start for end, start in ends))
+        self.chunk(box, description, 0, box.volume * ITEMSIZE[layout.dtype])
+
+    def cell(self, layout: ArrayLayout, box: Box, file: str, description: str) -> None:
         """The chunks in the file of a cell, except chunks beyond the end of the tensor."""
         itemsize = ITEMSIZE[layout.dtype]
         if not layout.sharded:
@@ -159,7 +243,13 @@ class _Found:
             self.chunk(box, file, 0, box.volume * itemsize)
             return
         try:
-            starts, lengths = shard_index(self.root, file, layout.chunks_in_a_cell)
+            starts, lengths = shard_index(
+                self.root,
+                file,
+                layout.chunks_in_a_cell,
+                layout.index_first,
+                layout.index_checksum,
+            )
         except CorruptCheckpoint as error:
             self.problems.append(str(error))
             return
@@ -168,6 +258,11 @@ class _Found:
             part = boxes.row(row, len(layout.shape))
             start = int(starts[number])
             length = int(lengths[number])
+            if start == MISSING and self.fills:
+                self.encoding = "native"
+                self.missing += 1
+                self.chunk(part, description, 0, part.volume * itemsize)
+                continue
             if start == MISSING or layout.stored_bytes not in (None, length):
                 self.problems.append(
                     f"{file} has {length} bytes of chunk {number}, {part}"
@@ -176,12 +271,39 @@ class _Found:
             self.chunk(part, file, start, part.volume * itemsize)
 
 
+def _gaps(counts: Grid, there: Sequence[Grid]) -> Iterator[Box]:
+    """Boxes of cells, as few as the sorted indices allow, that tile a grid without these cells."""
+    if not there:
+        yield Box((0,) * len(counts), counts)
+        return
+    if not counts:
+        return
+    inner = counts[1:]
+    first = 0
+    for number, same in groupby(there, itemgetter(0)):
+        if number > first:
+            yield Box((first, *(0,) * len(inner)), (number - first, *inner))
+        for gap in _gaps(inner, [index[1:] for index in same]):
+            yield Box((number, *gap.offset), (1, *gap.shape))
+        first = number + 1
+    if first < counts[0]:
+        yield Box((first, *(0,) * len(inner)), (counts[0] - first, *inner))
+
+
+def _indices(gap: Box) -> Iterator[Grid]:
+    """The first cells of a gap."""
+    # product() has all numbers of an axis in memory.
+    ends = [min(i + n, i + _NAMED) for i, n in zip(gap.offset, gap.shape, strict=True)]
+    return product(*map(range, gap.offset, ends))
+
+
 def _files_below(root: Storage, name: str, levels: int) -> Iterator[str]:
+    """The files of an array's chunks, and perhaps more, that many levels of folders down."""
     for entry in root.list(name):
-        if levels and entry not in (ARRAY, ZARRAY):
-            yield from _files_below(root, f"{name}/{entry}", levels - 1)
-        else:
-            yield f"{name}/{entry}"
+        if not levels:
+            yield join(name, entry)
+        elif entry == "c" or entry.isdecimal():
+            yield from _files_below(root, join(name, entry), levels - 1)
 
 
 def _find_in_root(found: _Found) -> None:
@@ -231,16 +353,18 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
         return
     shards = []
     layout = None
-    if ZARRAY in names:
+    found.tables += [join(folder, name) for name in _TABLES if name in names]
+    described = not set(DESCRIPTIONS).isdisjoint(names)
+    if described:
         layout = read_layout(root, folder)
-        if layout is None:
-            found.problems.append(f"{folder}/{ZARRAY} is not a regular file")
     if layout is not None:
-        found.tables += [f"{folder}/{ZARRAY}", f"{folder}/.zattrs"]
-        found.array(folder, folder, layout)
-        if layout.separator == "/":
-            return  # the folders in this one have numbers of chunks as names
-    elif folder:
+        found.array(folder, folder or _ROOT_KEY, layout)
+        # The folders in this one have numbers of chunks as names. Version 3 nests no arrays.
+        if layout.separator == "/" or layout.description == ARRAY:
+            return
+    elif ZARRAY in names and ARRAY not in names:
+        found.problems.append(f"{join(folder, ZARRAY)} is not a regular file")
+    elif folder and not described:
         shards = fnmatch.filter(names, "shard_*.pt")
         if shards:
             try:
@@ -248,7 +372,7 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
             except CorruptCheckpoint as error:
                 found.problems.append(str(error))
     for name in names:
-        below = f"{folder}/{name}".lstrip("/")
+        below = join(folder, name)
         is_chunk = layout is not None and name.replace(".", "").isdigit()
         if is_chunk or name in shards or root.size(below) is not None:
             continue
@@ -271,7 +395,8 @@ def _link_may_hold_data(root: Storage, link: str) -> bool:
     errors: list[OSError] = []
     for number, (_, _, files) in enumerate(os.walk(path, onerror=errors.append)):
         # A large folder may hold anything, and so may an unreadable one.
-        if number == _MOST_FOLDERS or ZARRAY in files or any(map(parse_shard, files)):
+        described = not set(DESCRIPTIONS).isdisjoint(files)
+        if number == _MOST_FOLDERS or described or any(map(parse_shard, files)):
             return True
     return bool(errors)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -35,10 +36,13 @@ VERSION = 2
 """The version of this format that we write."""
 MEGATRON = 1
 """The version that Megatron-Core wrote up to 0.15: read, not written."""
+FOREIGN = 3
+"""Arrays that other programs wrote, in version 2 or 3 of zarr: read, not written."""
 
 ARRAY = "zarr.json"
 ZARRAY = ".zarray"
 """The description of an array in version 2 of zarr, which Megatron's old format uses."""
+DESCRIPTIONS = (ARRAY, ZARRAY)
 
 SEPARATOR = "."
 """Between the numbers of a cell in the name of its file. Folders would cost as much as files."""
@@ -54,6 +58,11 @@ def entry_name(entry: TensorEntry) -> str:
     if entry.meta.is_object:
         return folder(entry)
     return encode_key(entry.key)
+
+
+def join(folder: str, name: str) -> str:
+    """The name of a file in a folder ("": the root)."""
+    return f"{folder}/{name}".removeprefix("/")
 
 
 def fragments_file(rank: int) -> str:
@@ -94,8 +103,13 @@ class ArrayLayout:
         inner: the shape of the chunks in a cell; each has C order and is little-endian.
         sharded: whether the file of a cell is a shard: chunks, and then their index. Otherwise it
             is a single chunk.
+        index_first: the index of a shard is in front of the chunks, not behind.
+        index_checksum: a crc32c ends the index.
         prefix, separator: of the names of files.
         key: the tensor's key, if the description has it.
+        description: the name of the file that describes the array.
+        document: of an array that consists of one such chunk, as JSON, for a library that decodes
+            the chunk, or a missing chunk to the fill value.
     """
 
     shape: Grid
@@ -107,6 +121,10 @@ class ArrayLayout:
     prefix: str = "c"
     separator: str = SEPARATOR
     key: str | None = None
+    index_first: bool = False
+    index_checksum: bool = True
+    description: str = ARRAY
+    document: str = field(default="", compare=False)
 
     @classmethod
     @lru_cache(maxsize=4096)
@@ -162,6 +180,18 @@ class ArrayLayout:
         if self.prefix:
             numbers.insert(0, self.prefix)
         return self.separator.join(numbers) or "0"
+
+    def index_in(self, file: str) -> Grid | None:
+        """The index of the cell in this file; None if the file is no cell's."""
+        numbers = file.split(self.separator)
+        if self.prefix:
+            del numbers[0]
+        index = tuple(int(text) for text in numbers if text.isdecimal())
+        index = index[: len(self.shape)]
+        within = all(map(operator.lt, index, self.counts))
+        if len(index) == len(self.shape) and within and self.file(index) == file:
+            return index
+        return None
 
     def chunks(self, box: Box) -> Boxes:
         """The chunks of the cell with this box, in C order, without chunks beyond the tensor."""
