@@ -19,6 +19,7 @@ for _part in (
     "records",
     "files",
     "zarr_arrays",
+    "zarr_foreign",
     "safetensors_headers",
 ):
     import_module(f"tests.hostile.cases.{_part}")

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numcodecs
 import numpy as np
 import torch
+import zarr
 from safetensors.torch import save_file
 
 import megackpt
+import megackpt.zarr_dtypes
 from megackpt import ShardedObject, ShardedTensor, Strategy
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -97,6 +100,76 @@ def shard(index: list[tuple[int, int]], crc: int | None = None) -> bytes:
     return b"".join(parts) + told + end.to_bytes(4, "little")
 
 
+LITTLE = {"name": "bytes", "configuration": {"endian": "little"}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
+BLOSC = {
+    "cname": "lz4",
+    "clevel": 5,
+    "shuffle": "shuffle",
+    "typesize": 4,
+    "blocksize": 0,
+}
+# No array of ours has a big-endian index, so a library decodes the whole shard.
+BIG = {"name": "bytes", "configuration": {"endian": "big"}}
+SHARDS = {
+    "name": "sharding_indexed",
+    "configuration": {
+        "chunk_shape": [2, 4],
+        "codecs": [LITTLE, GZIP],
+        "index_codecs": [BIG, {"name": "crc32c"}],
+    },
+}
+
+
+def foreign(codecs: list[dict[str, Any]]) -> Any:
+    """Arrays of zarr v3 in a folder without the document of a group."""
+
+    def make(folder: Path) -> None:
+        for key, tensor in TENSORS.items():
+            how = codecs if key == "w" else [LITTLE, GZIP]
+            plain = tensor.view(torch.int16) if key == "b" else tensor
+            name = str(tensor.dtype).removeprefix("torch.")
+            document = {
+                "zarr_format": 3,
+                "node_type": "array",
+                "shape": tensor.shape,
+                "data_type": name,
+                "chunk_grid": {
+                    "name": "regular",
+                    "configuration": {"chunk_shape": tensor.shape},
+                },
+                "chunk_key_encoding": {"name": "default"},
+                "fill_value": 0,
+                "codecs": how,
+                "attributes": {},
+            }
+            (folder / key).mkdir(parents=True)
+            (folder / key / "zarr.json").write_text(json.dumps(document))
+            array = zarr.open_array(folder / key, mode="r+")
+            array[...] = plain.numpy().view(array.dtype)
+
+    return make
+
+
+def old(**how: Any) -> Any:
+    """A group of zarr v2."""
+
+    def make(folder: Path) -> None:
+        group = zarr.create_group(folder, zarr_format=2)
+        for key, tensor in TENSORS.items():
+            values = tensor.view(torch.int16).numpy() if key == "b" else tensor.numpy()
+            group.create_array(
+                key,
+                shape=tensor.shape,
+                chunks=tensor.shape,
+                dtype=values.dtype,
+                fill_value=0,
+                **how,
+            )[...] = values
+
+    return make
+
+
 def torch_file(folder: Path) -> None:
     folder.mkdir()
     torch.save({**TENSORS, **COMMON}, folder / "model.pt")
@@ -143,6 +216,26 @@ MAKERS: Mapping[str, tuple[str, Any]] = {
     ),
     "zarr shards": ("zarr", sharded),
     "megatron zarr": ("zarr", copied("mcore-0.12.3-zarr-tp2pp1dp2")),
+    "other gzip": ("zarr", foreign([LITTLE, GZIP])),
+    "other zstd": (
+        "zarr",
+        foreign(
+            [BIG, {"name": "zstd", "configuration": {"level": 1, "checksum": False}}]
+        ),
+    ),
+    "other blosc": ("zarr", foreign([BIG, {"name": "blosc", "configuration": BLOSC}])),
+    "other shards": ("zarr", foreign([SHARDS])),
+    "numcodecs lz4": (
+        "zarr",
+        foreign([LITTLE, {"name": "numcodecs.lz4", "configuration": {}}]),
+    ),
+    "old bz2": ("zarr", old(compressors=numcodecs.BZ2())),
+    "old blosc": ("zarr", old(compressors=numcodecs.Blosc(), order="F")),
+    "old lz4": ("zarr", old(compressors=numcodecs.LZ4())),
+    "old lzma": (
+        "zarr",
+        old(compressors=numcodecs.LZMA(), filters=[numcodecs.Shuffle(2)]),
+    ),
     "safetensors": (
         "safetensors",
         lambda folder: saved(folder, Strategy("safetensors", options={"shards": 2})),

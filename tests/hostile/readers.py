@@ -70,6 +70,8 @@ class Told:
         own = event == "ctypes.dlopen" and arguments == (
             None,
         )  # libc, which is loaded already
+        # The process in which zarr-python decodes chunks.
+        own |= event == "subprocess.Popen" and "decoding_process" in str(arguments[1])
         if event in FORBIDDEN and not own:
             self.events.append(f"{event} {str(arguments)[:200]}")
         if event == "open" and isinstance(arguments[0], str | bytes):
