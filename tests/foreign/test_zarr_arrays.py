@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import lzma
 import random
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -19,15 +22,20 @@ import torch
 import zarr
 import zarr.codecs
 import zarr.codecs.numcodecs
+import zstandard
 
 import megackpt
 import megackpt.zarr_dtypes
 from megackpt import ShardedTensor, Strategy
 from megackpt.__main__ import main
+from megackpt.backends.zarr import Zarr
 from megackpt.backends.zarr.array_metadata import read_layout
+from megackpt.backends.zarr.library_decoders import decode
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.storage import LocalStorage
 from tests.bits import assert_same
+from tests.buckets import Bucket
+from tests.converter.test_memory import peak
 from tests.foreign.bars import check_conversions, check_layouts
 
 DTYPES = (
@@ -379,3 +387,142 @@ def test_texts_and_dates_are_refused_by_name(
         )
     with pytest.raises(BackendError, match=r"names/.*no tensor holds texts, dates"):
         megackpt.load_plain_tensors(tmp_path)
+
+
+def write_chunk(folder: Path, codecs: list[dict[str, Any]], stored: bytes) -> None:
+    """An int32 array of (4, 6) in one chunk, which holds these bytes."""
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    (folder / "w/c/0").mkdir(parents=True)
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": [4, 6],
+        "data_type": "int32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": 0,
+        "codecs": [little, *codecs],
+    }
+    (folder / "w/zarr.json").write_text(json.dumps(document))
+    (folder / "w/c/0/0").write_bytes(stored)
+
+
+def test_a_zstd_frame_need_not_state_its_size(tmp_path: Path) -> None:
+    values = np.arange(24, dtype="<i4").reshape(4, 6)
+    packer = zstandard.ZstdCompressor(write_content_size=False)
+    zstd = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
+    write_chunk(tmp_path, [zstd], packer.compress(values.tobytes()))
+    found = megackpt.load_plain_tensors(tmp_path)["w"]
+    assert_same(found, as_tensor(values))
+
+
+def test_zarr_python_decodes_on_after_a_chunk_that_it_had_to_leave(
+    tmp_path: Path,
+) -> None:
+    values = np.arange(24, dtype="<i4").reshape(4, 6)
+    codec = {"name": "numcodecs.lzma", "configuration": {"preset": 1}}
+    write_chunk(tmp_path / "good", [codec], lzma.compress(values.tobytes()))
+    write_chunk(tmp_path / "bomb", [codec], lzma.compress(bytes(400 << 20), preset=0))
+    for _ in range(2):
+        with pytest.raises(CorruptCheckpoint, match=r"'w' .*zarr-python cannot decode"):
+            megackpt.load_plain_tensors(tmp_path / "bomb")
+        found = megackpt.load_plain_tensors(tmp_path / "good")["w"]
+        assert_same(found, as_tensor(values))
+
+
+def test_a_read_decodes_each_chunk_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = zarr.create_array(
+        tmp_path / "w",
+        shape=(8, 6),
+        chunks=(4, 6),
+        dtype="int32",
+        compressors=zarr.codecs.GzipCodec(),
+    )
+    array[...] = np.arange(48).reshape(8, 6)
+    decoded = []
+
+    def counting(library: str, document: str, data: Any, where: str) -> Any:
+        decoded.append(where)
+        return decode(library, document, data, where)
+
+    monkeypatch.setattr("megackpt.backends.zarr.chunk_reader.decode", counting)
+    state = {
+        str(i): ShardedTensor.from_rank_offsets(
+            "w", torch.zeros(1, 6, dtype=torch.int32), (0, i, 8)
+        )
+        for i in range(8)
+    }
+    found = megackpt.load(state, tmp_path)
+    for i in range(8):
+        assert found[str(i)][0].tolist() == list(range(6 * i, 6 * i + 6))
+    assert len(decoded) == 2
+
+
+def test_plain_arrays_of_others_are_read_by_ranges(tmp_path: Path) -> None:
+    """Uncompressed, also in shards: no chunk is decoded, and tensorstore is not imported."""
+    for name, shards in (("plain", None), ("shards", (4, 6))):
+        array = zarr.create_array(
+            tmp_path / name,
+            shape=(8, 6),
+            chunks=(2, 6),
+            shards=shards,
+            dtype="float32",
+            compressors=None,
+            fill_value=-1,
+        )
+        array[...] = np.arange(48).reshape(8, 6)
+    manifest = Zarr().read_manifest(LocalStorage(tmp_path))
+    assert manifest.encoding == "raw"
+    assert not Zarr().decoded_bytes(manifest).any()
+    script = f"""
+import sys
+import megackpt
+found = megackpt.load_plain_tensors({str(tmp_path)!r})
+assert found["shards"].flatten().tolist() == list(range(48))
+assert not {{"tensorstore", "zarr", "zarr_python"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_arrays_of_others_in_a_bucket(tmp_path: Path, bucket: Bucket) -> None:
+    maker = made(tmp_path, 2)
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            name = f"group/{file.relative_to(tmp_path)}"
+            bucket.client.put_object(
+                Bucket=bucket.name, Key=name, Body=file.read_bytes()
+            )
+    found = megackpt.load_plain_tensors(f"{bucket.url}/group")
+    assert found.keys() == maker.expected.keys()
+    for key, tensor in maker.expected.items():
+        assert_same(found[key], tensor, key)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "cap"),
+    [
+        pytest.param(256, 128, marks=pytest.mark.slow),
+        pytest.param(4096, 512, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_conversion_keeps_to_its_memory(
+    tmp_path: Path, mebibytes: int, cap: int
+) -> None:
+    """Chunks of 4 MiB that tensorstore decodes."""
+    rows = mebibytes << 8
+    array = zarr.create_array(
+        tmp_path / "source/w",
+        shape=(rows, 1024),
+        chunks=(1024, 1024),
+        dtype="int32",
+        serializer=zarr.codecs.BytesCodec(endian="big"),
+        compressors=zarr.codecs.ZstdCodec(level=1),
+    )
+    for first in range(0, rows, 4096):
+        part = np.random.default_rng(first).integers(0, 1 << 16, (4096, 1024), "int32")
+        array[first : first + 4096] = part
+    taken = peak(tmp_path / "source", tmp_path / "target", "torch_dist", cap << 20)
+    print(taken >> 20)
+    assert taken <= cap << 20

@@ -31,7 +31,7 @@ from megackpt.backends.zarr.grid import (
     join,
 )
 from megackpt.backends.zarr.library_decoders import (
-    fill_value,
+    decode,
     library_of_v2,
     library_of_v3,
 )
@@ -258,7 +258,7 @@ def parse_array(text: bytes, where: str) -> ArrayLayout | None:
         raise CorruptCheckpoint(f"{where}: the attribute 'key' is {key!r}, not a text")
     layout = ArrayLayout(
         shape, dtype, cell, inner, sharded, packing, prefix, separator, key,
-        sharded and place == "start", not sharded or CRC in index["index_codecs"],
+        (place == "start", not sharded or CRC in index["index_codecs"]),
         document=json.dumps(single),
     )  # fmt: skip
     return _accepted(layout, where)
@@ -337,10 +337,7 @@ def _accepted(layout: ArrayLayout, where: str) -> ArrayLayout:
     """The layout, if the library that decodes its chunks, if any, takes its document."""
     library = layout.packing.compressor
     if library in LIBRARIES:
-        try:
-            fill_value(str(library), layout.document)
-        except BackendError as error:
-            raise BackendError(f"{where}: {error}") from error
+        decode(library, layout.document, None, where)
     return layout
 
 

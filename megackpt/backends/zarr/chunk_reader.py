@@ -17,7 +17,7 @@ from megackpt.backends.base import Target, run_in_threads
 from megackpt.backends.object_files import ConvertedObjects
 from megackpt.backends.ranges import PIECE, octets, read_raw
 from megackpt.backends.zarr.array_metadata import read_layout
-from megackpt.backends.zarr.codecs import LIBRARIES, TENSORSTORE, shard_index
+from megackpt.backends.zarr.codecs import TENSORSTORE, shard_index
 from megackpt.backends.zarr.grid import (
     DESCRIPTIONS,
     MEGATRON,
@@ -25,7 +25,7 @@ from megackpt.backends.zarr.grid import (
     ArrayLayout,
     Cells,
 )
-from megackpt.backends.zarr.library_decoders import decode, fill_value
+from megackpt.backends.zarr.library_decoders import decode
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Boxes, Int64, cut, extents_within, group
 from megackpt.planning.manifest import (
@@ -97,14 +97,6 @@ def is_description(file: str) -> bool:
     return file.rpartition("/")[2] in DESCRIPTIONS
 
 
-def element_of_missing(layout: ArrayLayout) -> NDArray[Any]:
-    """The fill value, without dimensions. Raises BackendError if the description is wrong."""
-    library = layout.packing.compressor
-    if library not in LIBRARIES:
-        library = TENSORSTORE
-    return fill_value(str(library), layout.document)
-
-
 def damage(root: Storage, manifest: Manifest) -> list[str] | None:
     """The problems that the crc32c of the chunks show. None if there are arrays without."""
     reader = _ChunkReader(root, manifest.backend[1])
@@ -167,8 +159,10 @@ class _ChunkReader:
 
     def _fill(self, items: list[ReadItem], into: Target) -> None:
         """Fill regions of a missing chunk."""
-        layout = self.layout_of(items[0].entry, items[0].chunk)
-        value = element_of_missing(layout)
+        chunk = items[0].chunk
+        layout = self.layout_of(items[0].entry, chunk)
+        library = layout.packing.library(bytearray()) or TENSORSTORE
+        value = decode(library, layout.document, None, chunk.location.file)
         for item in items:
             boxes = Boxes.of([item.box])
             extents = extents_within(boxes.shape, np.array([PIECE // value.itemsize]))
@@ -231,10 +225,7 @@ class _ChunkReader:
                 length = reader.size
                 if layout.sharded:
                     index = self._read_index(
-                        file,
-                        layout.chunks_in_a_cell,
-                        layout.index_first,
-                        layout.index_checksum,
+                        file, layout.chunks_in_a_cell, *layout.index_form
                     )
                     number = layout.numbers(Boxes.of([chunk.box]))[0]
                     start = int(index[0][number])

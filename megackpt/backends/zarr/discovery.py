@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, islice, product
+from itertools import groupby
 from operator import itemgetter
 
 from megackpt import limits
@@ -20,7 +20,6 @@ from megackpt.backends.object_files import (
     OBJECTS,
     ObjectFile,
     decode_key,
-    encode_key,
     key_files,
     object_shards,
     objects_in,
@@ -101,11 +100,7 @@ def _is_foreign(root: Storage, file: str) -> bool:
     """Does this zarr.json of version 3 lack what we write into each?"""
     try:
         document = json.loads(root.get(file, limits.ZARR_DESCRIPTION_BYTES))
-        attributes = document.get("attributes", {})
-        key = attributes.get("key")
-        ours = "megackpt" in attributes
-        if isinstance(key, str):
-            ours |= file == f"{encode_key(key)}/{ARRAY}"
+        ours = not {"key", "megackpt"}.isdisjoint(document.get("attributes", ()))
         return document["zarr_format"] == 3 and not ours
     except (CorruptCheckpoint, *PARSE_ERRORS):
         return False
@@ -214,22 +209,16 @@ class _Found:
         if gaps and self.fills:
             self.encoding = "native"
             for gap in gaps:
-                self.gap(layout, gap, description)
+                self.missing += gap.volume * layout.chunks_in_a_cell
+                box = layout.region(gap)
+                length = box.volume * ITEMSIZE[layout.dtype]
+                self.chunk(box, description, 0, length)
         elif gaps:
-            indices = chain.from_iterable(map(_indices, gaps))
-            names = [join(folder, layout.file(i)) for i in islice(indices, _NAMED)]
+            # A gap is named by its first cell.
+            names = [join(folder, layout.file(gap.offset)) for gap in gaps[:_NAMED]]
             self.problems.append(
                 f"tensor {key!r} ({folder}) lacks the chunk {', '.join(names)}"
             )
-
-    def gap(self, layout: ArrayLayout, gap: Box, description: str) -> None:
-        """Cells without files, which count as one chunk in the description of the array."""
-        self.missing += gap.volume * layout.chunks_in_a_cell
-        first = layout.box(gap.offset)
-        last = layout.box(tuple(stop - 1 for stop in gap.stop))
-        ends = zip(last.stop, first.offset, strict=True)
-        box = Box(first.offset, tuple(end - start for end, start in ends))
-        self.chunk(box, description, 0, box.volume * ITEMSIZE[layout.dtype])
 
     def cell(self, layout: ArrayLayout, box: Box, file: str, description: str) -> None:
         """The chunks in the file of a cell, except chunks beyond the end of the tensor."""
@@ -244,11 +233,7 @@ class _Found:
             return
         try:
             starts, lengths = shard_index(
-                self.root,
-                file,
-                layout.chunks_in_a_cell,
-                layout.index_first,
-                layout.index_checksum,
+                self.root, file, layout.chunks_in_a_cell, *layout.index_form
             )
         except CorruptCheckpoint as error:
             self.problems.append(str(error))
@@ -288,13 +273,6 @@ def _gaps(counts: Grid, there: Sequence[Grid]) -> Iterator[Box]:
         first = number + 1
     if first < counts[0]:
         yield Box((first, *(0,) * len(inner)), (counts[0] - first, *inner))
-
-
-def _indices(gap: Box) -> Iterator[Grid]:
-    """The first cells of a gap."""
-    # product() has all numbers of an axis in memory.
-    ends = [min(i + n, i + _NAMED) for i, n in zip(gap.offset, gap.shape, strict=True)]
-    return product(*map(range, gap.offset, ends))
 
 
 def _files_below(root: Storage, name: str, levels: int) -> Iterator[str]:

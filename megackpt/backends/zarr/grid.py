@@ -103,8 +103,7 @@ class ArrayLayout:
         inner: the shape of the chunks in a cell; each has C order and is little-endian.
         sharded: whether the file of a cell is a shard: chunks, and then their index. Otherwise it
             is a single chunk.
-        index_first: the index of a shard is in front of the chunks, not behind.
-        index_checksum: a crc32c ends the index.
+        index_form: of the index of a shard. Is it in front of the chunks? Does a crc32c end it?
         prefix, separator: of the names of files.
         key: the tensor's key, if the description has it.
         description: the name of the file that describes the array.
@@ -121,8 +120,7 @@ class ArrayLayout:
     prefix: str = "c"
     separator: str = SEPARATOR
     key: str | None = None
-    index_first: bool = False
-    index_checksum: bool = True
+    index_form: tuple[bool, bool] = (False, True)
     description: str = ARRAY
     document: str = field(default="", compare=False)
 
@@ -164,10 +162,13 @@ class ArrayLayout:
 
     def box(self, index: Grid) -> Box:
         """The region of the tensor that a cell holds."""
-        offset = tuple(i * extent for i, extent in zip(index, self.cell, strict=True))
-        ends = zip(self.cell, self.shape, offset, strict=True)
-        shape = tuple(min(extent, end - start) for extent, end, start in ends)
-        return Box(offset, shape)
+        return self.region(Box(index, (1,) * len(index)))
+
+    def region(self, cells: Box) -> Box:
+        """The region of the tensor that a box of cells holds."""
+        offset = tuple(map(operator.mul, cells.offset, self.cell))
+        stop = map(min, map(operator.mul, cells.stop, self.cell), self.shape)
+        return Box(offset, tuple(map(operator.sub, stop, offset)))
 
     def index(self, box: Box) -> Grid:
         """The numbers of the cell that this box begins in."""

@@ -85,7 +85,7 @@ def _names(codecs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield from _names(codec.get("configuration", {}).get(inner, ()))
 
 
-def decode(library: str, document: str, data: Data, where: str) -> NDArray[Any]:
+def decode(library: str | None, document: str, data: Data, where: str) -> NDArray[Any]:
     """The elements of a chunk, in C order; one element of a chunk that is not stored.
 
     Raises CorruptCheckpoint for bytes that do not decode to a chunk, BackendError for a document
@@ -104,12 +104,6 @@ def decode(library: str, document: str, data: Data, where: str) -> NDArray[Any]:
         if data is None:
             kind = BackendError
         raise kind(f"{where}: {library} cannot decode the chunk: {error}") from error
-
-
-@lru_cache(maxsize=1024)
-def fill_value(library: str, document: str) -> NDArray[Any]:
-    """The element that a missing chunk consists of. Raises BackendError as ``decode``."""
-    return decode(library, document, None, "the description of the array").reshape(())
 
 
 @lru_cache(maxsize=16)
