@@ -460,6 +460,33 @@ def test_a_read_decodes_each_chunk_once(
     assert len(decoded) == 2
 
 
+def test_a_fork_reads_what_tensorstore_has_decoded_before_it(tmp_path: Path) -> None:
+    """tensorstore ends such a fork, so zarr-python decodes there."""
+    array = zarr.create_array(
+        tmp_path / "w",
+        shape=(8, 6),
+        chunks=(4, 6),
+        dtype="int32",
+        compressors=zarr.codecs.GzipCodec(),
+    )
+    array[...] = 7
+    script = f"""
+import os
+import megackpt
+
+def total():
+    return int(megackpt.load_plain_tensors({str(tmp_path / "")!r})["w"].sum())
+
+assert total() == 336
+child = os.fork()
+if not child:
+    os._exit(total() != 336)
+assert os.waitpid(child, 0)[1] == 0
+assert total() == 336
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_plain_arrays_of_others_are_read_by_ranges(tmp_path: Path) -> None:
     """Uncompressed, also in shards: no chunk is decoded, and tensorstore is not imported."""
     for name, shards in (("plain", None), ("shards", (4, 6))):

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from multiprocessing.connection import Connection, Pipe
 from threading import Lock, get_ident
@@ -32,10 +32,10 @@ _COMPRESSORS = frozenset(("gzip", "zstd", "blosc"))
 _FLAT = _COMPRESSORS | {"transpose", "bytes", "crc32c"}
 _V2 = frozenset((None, "blosc", "bz2", "gzip", "zlib", "zstd"))
 _NUMERIC = re.compile(
-    "adler32|astype|bitround|blosc|bz2|crc32c?|delta|fixedscaleoffset|fletcher32|gzip|"
-    "jenkins_lookup3|lz4|lzma|packbits|pcodec|quantize|shuffle|zfpy|zlib|zstd"
+    "bytes|transpose|sharding_indexed|(numcodecs[.])?(adler32|astype|bitround|blosc|bz2|crc32c?|delta|fixedscaleoffset|fletcher32|gzip|"
+    "jenkins_lookup3|lz4|lzma|packbits|pcodec|quantize|shuffle|zfpy|zlib|zstd)"
 )
-"""Codecs of numcodecs that decode numbers. Its codecs for objects may run code (pickle)."""
+"""Codecs that decode numbers. numcodecs has codecs for objects, too, which may run code (pickle)."""
 _MOST_CODECS = 32
 _SPARE = 1 << 16
 
@@ -52,13 +52,8 @@ def library_of_v3(codecs: Sequence[Mapping[str, Any]]) -> str:
     names = [codec["name"] for codec in codecs]
     packed = [name for name in names if name in _COMPRESSORS]
     if _FLAT.issuperset(names) and len(packed) <= 1:
-        # ``_refuse_blosc`` looks at the start of the chunk.
         return TENSORSTORE
-    return _by_zarr_python(
-        name.removeprefix("numcodecs.")
-        for name in _names(codecs)
-        if name not in _FLAT and name != "sharding_indexed"
-    )
+    return _by_zarr_python(list(_names(codecs)))
 
 
 def library_of_v2(compressor: str | None, filters: Sequence[Mapping[str, Any]]) -> str:
@@ -71,9 +66,8 @@ def library_of_v2(compressor: str | None, filters: Sequence[Mapping[str, Any]]) 
     return _by_zarr_python(names)
 
 
-def _by_zarr_python(names: Iterable[str]) -> str:
-    listed = list(names)
-    if all(map(_NUMERIC.fullmatch, listed)) and len(listed) <= _MOST_CODECS:
+def _by_zarr_python(names: list[str]) -> str:
+    if all(map(_NUMERIC.fullmatch, names)) and len(names) <= _MOST_CODECS:
         return ZARR_PYTHON
     return ""
 
@@ -92,7 +86,8 @@ def decode(library: str | None, document: str, data: Data, where: str) -> NDArra
     that the library refuses.
     """
     try:
-        if library == TENSORSTORE:
+        # tensorstore ends a process that is forked from a user of tensorstore.
+        if library == TENSORSTORE and _first_user() == os.getpid():
             return _by_tensorstore(document, data)
         return _process_of(os.getpid()).decode(document, data)
     except (ImportError, OSError) as error:
@@ -104,6 +99,11 @@ def decode(library: str | None, document: str, data: Data, where: str) -> NDArra
         if data is None:
             kind = BackendError
         raise kind(f"{where}: {library} cannot decode the chunk: {error}") from error
+
+
+@cache
+def _first_user() -> int:
+    return os.getpid()
 
 
 @lru_cache(maxsize=16)
