@@ -95,10 +95,13 @@ def decode(library: str | None, document: str, data: Data, where: str) -> NDArra
             f"{where}: {library} decodes this array, and cannot be started: {error}"
         ) from error
     except Exception as error:  # of the library
-        kind: type[Exception] = CorruptCheckpoint
         if data is None:
-            kind = BackendError
-        raise kind(f"{where}: {library} cannot decode the chunk: {error}") from error
+            raise BackendError(
+                f"{where}: {library} does not take the description of the array: {error}"
+            ) from error
+        raise CorruptCheckpoint(
+            f"{where}: {library} cannot decode the chunk: {error}"
+        ) from error
 
 
 @cache
