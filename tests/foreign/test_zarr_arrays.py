@@ -430,6 +430,30 @@ def test_zarr_python_decodes_on_after_a_chunk_that_it_had_to_leave(
         assert_same(found, as_tensor(values))
 
 
+def test_a_damaged_chunk_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    """tensorstore keeps an array open from chunk to chunk."""
+    array = zarr.create_array(
+        tmp_path / "w",
+        shape=(8, 6),
+        chunks=(4, 6),
+        dtype="int32",
+        fill_value=5,
+        compressors=zarr.codecs.GzipCodec(),
+    )
+    array[:4] = 7
+    (tmp_path / "w/c/0/0").write_bytes(b"no gzip")
+    for _ in range(2):
+        report = megackpt.verify(tmp_path)
+        assert len(report.problems) == 1
+        assert "tensorstore cannot decode" in report.problems[0]
+        assert not report.unread
+    rows = ShardedTensor.from_rank_offsets(
+        "w", torch.zeros(4, 6, dtype=torch.int32), (0, 1, 2)
+    )
+    found = megackpt.load({"w": rows}, tmp_path, validate_access_integrity=False)["w"]
+    assert_same(found, torch.full((4, 6), 5, dtype=torch.int32))
+
+
 def test_a_read_decodes_each_chunk_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

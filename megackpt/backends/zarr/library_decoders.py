@@ -138,8 +138,11 @@ def _by_tensorstore(document: str, data: Data) -> NDArray[Any]:
         # tensorstore takes the memory that a header of blosc claims.
         raise ValueError(f"blosc claims {claimed} bytes of at most {most}")
     array.kvstore.write(chunk, bytes(data)).result()
-    found: NDArray[Any] = array.read().result()
-    array.kvstore.write(chunk, None).result()
+    try:
+        found: NDArray[Any] = array.read().result()
+    finally:
+        # The next chunk may be one that is not stored.
+        array.kvstore.write(chunk, None).result()
     return found
 
 
