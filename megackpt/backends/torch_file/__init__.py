@@ -4,7 +4,7 @@
 
 A format for export: one process, that of a conversion, writes the whole file; see file_writer.py.
 Reads any file of torch.save by its path, also nested states and views, and the
-``pytorch_model.bin`` of Hugging Face's directories; see file_reader.py. No pickle runs code.
+``pytorch_model.bin`` of Hugging Face's directories; see backends/torch_reader.py. No pickle runs code.
 """
 
 from __future__ import annotations
@@ -14,24 +14,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from megackpt.backends import shared_files, weight_maps
+from megackpt.backends import shared_files, torch_reader, weight_maps
 from megackpt.backends.archives import check_archive
 from megackpt.backends.base import (
-    Backend,
     Finished,
     Layout,
     Properties,
     Source,
-    Target,
     write_result,
 )
-from megackpt.backends.ranges import read_raw
-from megackpt.backends.torch_file import file_reader, file_writer
+from megackpt.backends.torch_file import file_writer
 from megackpt.backends.torch_file.file_writer import NAME
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
-from megackpt.planning.box import Int64
 from megackpt.planning.manifest import (
-    LoadPlan,
     Location,
     Manifest,
     SavePlan,
@@ -44,7 +39,7 @@ _BIN = "pytorch_model.bin"
 _INDEX = _BIN + weight_maps.ENDING
 
 
-class TorchFile(Backend):
+class TorchFile(torch_reader.TorchReader):
     """No options."""
 
     properties: ClassVar[Properties] = Properties(
@@ -89,15 +84,9 @@ class TorchFile(Backend):
         file_writer.write_archive(root, manifest, checksums)
         return Finished(replace(manifest, files=(NAME,)))  # also without any chunk
 
-    def decoded_bytes(self, manifest: Manifest) -> Int64:
-        # A view in another order, or a common state that is not a blob yet, has no length.
-        decoded = super().decoded_bytes(manifest)
-        chunks = manifest.chunks
-        return np.where((chunks.length > 0) | (chunks.boxes.volume == 0), 0, decoded)
-
     def recognises(self, root: Storage) -> bool:
         index, files = _files_in(root)
-        return weight_maps.recognises(root, index, files, file_reader.is_torch_file)
+        return weight_maps.recognises(root, index, files, torch_reader.is_torch_file)
 
     def read_manifest(self, root: Storage) -> Manifest:
         index, files = _files_in(root)
@@ -111,19 +100,16 @@ class TorchFile(Backend):
             weight_map = weight_maps.read(root, index)
             files = list(dict.fromkeys(weight_map.values()))
             tables = (index,)
-        found = []
-        has_bytes = []
-        held = []
-        common = []
+        found: list[torch_reader.Shard] = []
         for file in files:
-            for entry, box, place, plain in file_reader.read_shards(root, file):
-                found.append((entry, box, place))
-                has_bytes.append(plain)
-                if entry.is_common:
-                    common.append(file)
-                elif not entry.meta.is_object:
-                    held.append((entry.key, file))
+            found += torch_reader.read_contents(root, file)[0]
+        common = [shard.place.file for shard in found if shard.entry.is_common]
         if index:
+            held = [
+                (shard.entry.key, shard.place.file)
+                for shard in found
+                if not shard.entry.meta.is_object
+            ]
             weight_maps.check(f"{root.location}/{index}", weight_map, held)
         if len(common) > 1:
             raise BackendError(
@@ -131,23 +117,7 @@ class TorchFile(Backend):
                 "one common state only: save all but tensors in one place"
             )
         name = self.properties.name, self.properties.version
-        manifest = shared_files.manifest_from_files(root, found, name)
-        if all(has_bytes):
-            return replace(manifest, tables=tables)
-        # A shard without bytes of its own has no length: ``decoded_bytes`` goes by that.
-        length = np.where(has_bytes, manifest.chunks.length, 0)
-        chunks = replace(manifest.chunks, length=length)
-        return replace(manifest, chunks=chunks, encoding="native", tables=tables)
-
-    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
-        raw = self.decoded_bytes(plan.manifest)[plan.chunk] == 0
-        read_raw(root, plan.take(raw), into, verify)
-        for item in plan.take(~raw).rows():
-            if item.entry.meta.is_object:
-                file = item.chunk.location.file
-                into.blob(item.target, file_reader.common_blob(root, file))
-            else:
-                file_reader.read_view(root, item, into)
+        return replace(torch_reader.manifest_of(root, found, name), tables=tables)
 
     def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
         problems: list[str] = []

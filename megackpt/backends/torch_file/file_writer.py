@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from megackpt.backends.archives import tensor_opcodes, text
+from megackpt.backends.torch_reader import STATE
 from megackpt.errors import BackendError
 from megackpt.planning.manifest import Location, Manifest, TensorEntry, unique_key
 from megackpt.serialization.archive import (
@@ -34,8 +35,6 @@ from megackpt.serialization.archive import (
 from megackpt.storage import Storage
 
 NAME = "model.pt"
-STATE = "megackpt.state"
-"""The key of the common state and the objects in the dict of tensors."""
 
 
 def payloads(sizes: Iterable[int]) -> list[Member]:

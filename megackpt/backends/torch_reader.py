@@ -1,4 +1,4 @@
-"""The tensors of a torch.save file by joined names, and all else in it.
+"""Files of torch.save for the backends that read them: tensors by joined names, and all else.
 
 ``{"model": {"weight": t}, "steps": [t, t], "epoch": 3}`` has the tensors ``model.weight``,
 ``steps.0`` and ``steps.1``, and the common state ``{"epoch": 3}``. A listing reads only the pickle
@@ -8,25 +8,28 @@ and the directory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from megackpt import limits, serialization, tree
-from megackpt.backends import object_files
+from megackpt.backends import object_files, shared_files
 from megackpt.backends.archives import StoredTensor, UnsupportedTensor, load_structure
-from megackpt.backends.base import Target
-from megackpt.backends.torch_file.file_writer import STATE
+from megackpt.backends.base import Backend, Target
+from megackpt.backends.ranges import read_raw
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
-from megackpt.planning.box import Box
+from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     COMMON,
     ITEMSIZE,
     OBJECT,
+    LoadPlan,
     Location,
+    Manifest,
     ReadItem,
     TensorEntry,
     TensorMeta,
@@ -34,11 +37,13 @@ from megackpt.planning.manifest import (
 from megackpt.serialization.archive import Archive
 from megackpt.storage import FileReader, Storage, allocate, read_dense
 
+STATE = "megackpt.state"
+"""The key of the common state and the objects in a file that ``convert`` wrote."""
 _LEGACY = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 """The first bytes of what torch wrote before it wrote archives."""
 _FIRST_MEMBERS = ("data.pkl", "data/")
 """The first member's name begins so: in torch's files, and in ours."""
-_SINGLE = "tensor"
+SINGLE = "tensor"
 """The name of a tensor that is saved alone."""
 _NOTHING: Any = object()
 """Remains of a value that has tensors only."""
@@ -94,7 +99,7 @@ class _TensorWalk:
                 raise BackendError(
                     f"a tensor is at {tree.show(path)[:1000]}, which cannot be a name"
                 )
-            name = _SINGLE
+            name = SINGLE
             if path:
                 name = ".".join(map(str, path))
             self.limit -= len(name)
@@ -200,10 +205,11 @@ def _opened(
         raise type(error)(f"{root.location}/{name}: {error}") from error
 
 
-def read_shards(root: Storage, name: str) -> list[Shard]:
-    """The tensors and objects of a file. All else in it, if any, is one shard of the common state.
+def read_contents(root: Storage, name: str) -> tuple[list[Shard], dict[Any, Any]]:
+    """The tensors and objects of a file, and all else in it.
 
-    Raises BackendError for kinds that cannot be read.
+    All else, if any, is also one shard of the common state. Raises BackendError for kinds that
+    cannot be read.
     """
     found: list[Shard] = []
     with _opened(root, name) as (_, archive, state):
@@ -226,7 +232,7 @@ def read_shards(root: Storage, name: str) -> list[Shard]:
         if state.rest:
             place = Location(name, archive.start("data.pkl"), 0)
             found.append(Shard(COMMON, Box((), ()), place, False))
-    return found
+    return found, state.rest
 
 
 def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
@@ -248,14 +254,17 @@ def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     return Location(file, start + offset, length)
 
 
-def common_blob(root: Storage, name: str) -> bytes:
-    """All but the tensors of a file, as the blob of a common state.
+def _blob(root: Storage, item: ReadItem, stand_ins: bool) -> bytes:
+    """All but the tensors of a file, as the blob of a common state or of an object.
 
     Raises UntrustedClass naming a class.
     """
     try:
-        with _opened(root, name, stand_ins=False) as (_, _, state):
-            return serialization.dump(dict(state.rest))
+        with _opened(root, item.chunk.location.file, stand_ins) as (_, _, state):
+            value: Any = dict(state.rest)
+            if value.keys() == {""} and not item.entry.is_common:
+                value = value[""]  # a file of one value
+            return serialization.dump(value)
     except UntrustedClass as error:
         reason = str(error).partition("\n")[0]
         raise UntrustedClass(
@@ -263,6 +272,43 @@ def common_blob(root: Storage, name: str) -> bytes:
             "the same. If you trust the file's author, call torch.serialization.add_safe_globals "
             "with the class before loading"
         ) from None
+
+
+def manifest_of(
+    root: Storage, shards: Sequence[Shard], backend: tuple[str, int]
+) -> Manifest:
+    """The manifest of these shards. Raises CorruptCheckpoint for impossible ones."""
+    found = [(shard.entry, shard.box, shard.place) for shard in shards]
+    manifest = shared_files.manifest_from_files(root, found, backend)
+    has_bytes = [shard.has_bytes for shard in shards]
+    if all(has_bytes):
+        return manifest
+    # A shard without bytes of its own has no length: ``decoded_bytes`` goes by that.
+    length = np.where(has_bytes, manifest.chunks.length, 0)
+    chunks = replace(manifest.chunks, length=length)
+    return replace(manifest, chunks=chunks, encoding="native")
+
+
+class TorchReader(Backend):
+    """Reads manifests of ``manifest_of``."""
+
+    stand_ins: ClassVar[bool] = False
+    """Objects of unknown classes become stand-ins; otherwise they raise UntrustedClass."""
+
+    def decoded_bytes(self, manifest: Manifest) -> Int64:
+        # A view in another order, or a common state that is not a blob yet, has no length.
+        decoded = super().decoded_bytes(manifest)
+        chunks = manifest.chunks
+        return np.where((chunks.length > 0) | (chunks.boxes.volume == 0), 0, decoded)
+
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        raw = self.decoded_bytes(plan.manifest)[plan.chunk] == 0
+        read_raw(root, plan.take(raw), into, verify)
+        for item in plan.take(~raw).rows():
+            if not item.entry.meta.is_object:
+                read_view(root, item, into)
+                continue
+            into.blob(item.target, _blob(root, item, self.stand_ins))
 
 
 def read_view(root: Storage, item: ReadItem, into: Target) -> None:
