@@ -64,6 +64,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
             "torchdata",
             "nvrx",
             "ray",
+            "deepspeed",
         )
     },
 }

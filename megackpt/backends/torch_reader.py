@@ -261,10 +261,11 @@ def _blob(root: Storage, item: ReadItem, stand_ins: bool) -> bytes:
     """
     try:
         with _opened(root, item.chunk.location.file, stand_ins) as (_, _, state):
-            value: Any = dict(state.rest)
-            if value.keys() == {""} and not item.entry.is_common:
-                value = value[""]  # a file of one value
-            return serialization.dump(value)
+            rest = dict(state.rest)
+            if item.entry.is_common:
+                return serialization.dump(rest)
+            # A file of one value has it under the empty name.
+            return serialization.dump([rest.get("", rest)])
     except UntrustedClass as error:
         reason = str(error).partition("\n")[0]
         raise UntrustedClass(

@@ -56,6 +56,7 @@ BUILT_IN = (
     _built_in("safetensors", 1, "safetensors:Safetensors", "numpy"),
     _built_in("zarr", 2, "zarr:Zarr", "numcodecs google-crc32c tensorstore zarr"),
     _built_in("torch", 1, "torch_file:TorchFile", "torch"),
+    _built_in("deepspeed", 2, "deepspeed:DeepSpeed", "torch"),
 )
 
 

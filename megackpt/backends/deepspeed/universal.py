@@ -1,0 +1,115 @@
+"""Universal checkpoints: whole tensors, one file for each state of each parameter."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from megackpt.backends.deepspeed.step_files import StepFiles
+from megackpt.backends.deepspeed.model_states import (
+    ModelStates,
+    merged,
+    parameter_groups,
+    rank_objects,
+    read_model,
+    renamed,
+)
+from megackpt.backends.deepspeed.partitions import MASTER
+from megackpt.backends.torch_reader import SINGLE, Shard, read_contents
+from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.box import Box
+from megackpt.planning.manifest import OBJECT, Location, TensorEntry, TensorMeta
+from megackpt.storage import Storage
+
+logger = logging.getLogger("megackpt.backends")
+
+_COMMON = "optimizer_state.pt"
+_PARAMETER = "param"
+_MASTER = f"{MASTER}.pt"
+
+
+def _parallel_model(root: Storage, step: StepFiles) -> ModelStates:
+    """The names of parameters and the Python state of several model-parallel ranks."""
+    logger.info(
+        "%s/%s: the weights of the module are left out, because model-parallel ranks hold parts of "
+        "them; the master weights (fp32.*) are whole",
+        root.location,
+        step.folder,
+    )
+    model = ModelStates(groups=[{}])
+    for file in step.model:
+        shards, rest = read_contents(root, file)
+        for group in parameter_groups(f"{root.location}/{file}", rest, "param_shapes"):
+            model.groups = [{**model.groups[0], **group}]
+        if file == step.model[0]:
+            model.shards += [shard for shard in shards if shard.entry.is_common]
+    model.shards += rank_objects("model_states", step.model)
+    return model
+
+
+def read_universal(root: Storage, step: StepFiles) -> list[Shard]:
+    """The tensors and objects of a universal checkpoint.
+
+    The weights of the module are left out where several model-parallel ranks hold them. Raises
+    CorruptCheckpoint, naming the file, if a parameter or one of its states is missing.
+    """
+    if step.parallel:
+        model = _parallel_model(root, step)
+    else:
+        model = read_model(root, step)
+    found = model.shards
+    shapes = merged(f"{root.location}/{step.folder}", model.groups)
+    names = root.list(step.parameters)
+    folders = [name for name in names if name != _COMMON]
+    if missing := [name for name in shapes if name not in folders]:
+        raise CorruptCheckpoint(
+            f"{root.location}/{step.parameters}/{missing[0]} is missing, which the module's state "
+            "lists as a parameter"
+        )
+    files = {name: root.list(f"{step.parameters}/{name}") for name in folders}
+    # The folder of a frozen parameter has the weights alone.
+    states = {file for name in shapes for file in files[name]}
+    for name in folders:
+        folder = f"{step.parameters}/{name}"
+        for file in sorted(states):
+            if file not in files[name] and (name in shapes or file == _MASTER):
+                raise CorruptCheckpoint(
+                    f"{root.location}/{folder}/{file} is missing: other parameters have it"
+                )
+        for file in files[name]:
+            key = f"{file.removesuffix('.pt')}.{name}"
+            shard = _read_state(root, f"{folder}/{file}", key, shapes.get(name))
+            found.append(shard)
+            aliases = set(model.names_of(name)).difference(folders)
+            if file == _MASTER:
+                found += [renamed(shard, f"{MASTER}.{alias}") for alias in aliases]
+    if _COMMON in names:
+        found += rank_objects("optimizer_states", [f"{step.parameters}/{_COMMON}"])
+    return found
+
+
+def _read_state(
+    root: Storage, file: str, key: str, shape: tuple[int, ...] | None
+) -> Shard:
+    """One file. ``shape``: of the parameter, if it is known: ZeRO-3's values are stored flat."""
+    shards, _ = read_contents(root, file)
+    tensors = [shard for shard in shards if not shard.entry.meta.is_object]
+    if not tensors:
+        entry = TensorEntry(key, TensorMeta((1,), OBJECT))
+        return Shard(entry, Box((0,), (1,)), Location(file, 0, 0), False)
+    (stored, dtype) = tensors[0].entry.meta
+    is_alone = tensors[0].entry.key == SINGLE
+    if len(tensors) > 1 or not (is_alone or tensors[0].entry.key == _PARAMETER):
+        raise CorruptCheckpoint(
+            f"{root.location}/{file} holds {tensors[-1].entry.key!r}, and not one tensor alone"
+        )
+    found = renamed(tensors[0], key)
+    if not is_alone or not stored:
+        return found
+    if shape is None or stored != (math.prod(shape),):
+        raise CorruptCheckpoint(
+            f"{root.location}/{file} has {stored} elements of a parameter, and the module's state "
+            f"lists the shape {shape} for it"
+        )
+    entry = TensorEntry(key, TensorMeta(shape, dtype))
+    return Shard(entry, Box.whole(shape), found.place, True)
