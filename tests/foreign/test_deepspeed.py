@@ -308,25 +308,25 @@ MODEL = {
     "zero3": "zero_pp_rank_1_mp_rank_00_model_states.pt",
 }
 WRONG: list[tuple[str, str, Callable[[Any], object], str]] = [
-    ("zero2", "o", optimizer(lambda s: s.update(partition_count=[2, 2])), r"rank_1_.* one of 2 ranks"),
-    ("zero3", "o", optimizer(lambda s: s.update(partition_count=1 << 60)), r"rank_1_.* one of 11529215\d+ ranks"),
-    ("zero3", "o", optimizer(lambda s: s.pop("partition_count")), r"rank_1_.* one of None ranks"),
+    ("zero2", "o", optimizer(lambda s: s.update(partition_count=[2, 2])), r"rank_1_.* one of \[2, 2\] ranks"),
+    ("zero3", "o", optimizer(lambda s: s.update(partition_count=1 << 60)), r"rank_1_.* one of \[11529215\d+\] ranks"),
+    ("zero3", "o", optimizer(lambda s: s.pop("partition_count")), r"rank_1_.* one of \[None\] ranks"),
     ("zero2", "o", optimizer(_lengthen), r"rank_1_.*'exp_avg' of group 0 has"),
     ("zero2", "o", optimizer(_shorten), r"rank_1_.*group 0|elements of group 0, 'w'"),
     ("zero3", "o", optimizer(_shorten), r"rank_1_.*group 0"),
     ("zero2", "o", optimizer(lambda s: s["single_partition_of_fp32_groups"].pop()), r"rank_1_.* group 1 has the shape"),
     ("zero3", "o", optimizer(lambda s: s["fp32_flat_groups"].pop()), r"rank_1_.* group 1 has the shape"),
     ("zero2", "o", optimizer(lambda s: s["base_optimizer_state"]["state"][0].pop("exp_avg")), r"rank_1_.*'exp_avg'"),
-    ("zero2", "o", optimizer(lambda s: s.update(param_slice_mappings=[{"x": 1}])), r"rank_1_.*'x', which is no"),
+    ("zero2", "o", optimizer(lambda s: s.update(param_slice_mappings=[{"x": 1}])), r"rank_1_.* has the parameter 'x'"),
     ("zero2", "o", lambda v: v.clear(), r"rank_1_.* has no optimizer_state_dict"),
-    ("zero2", "m", lambda v: v["param_shapes"][0].update(more=torch.Size((50, 50))), r"rank_0_.*'w'.*needs"),
+    ("zero2", "m", lambda v: v["param_shapes"][0].update(more=torch.Size((50, 50))), r"rank_0_.*'w'.* take"),
     ("zero2", "m", lambda v: v["param_shapes"][1].update(w=torch.Size((1,))), r"'w' twice"),
-    ("zero2", "m", lambda v: v["param_shapes"].pop(), r"rank_0_.* has 2 groups of parameters"),
+    ("zero2", "m", lambda v: v["param_shapes"].pop(), r"rank_0_.*state\.1\.step', and .* lists 1 groups"),
     ("zero2", "m", lambda v: v.update(param_shapes=5), r"param_shapes is not a list"),
-    ("zero2", "m", lambda v: v["param_shapes"][0].update(w=torch.Size((1 << 40, 1 << 40))), r"param_shapes .*'w'"),
-    ("zero2", "m", lambda v: v.update(shared_params={"a": 5}), r"shared_params"),
+    ("zero2", "m", lambda v: v["param_shapes"][0].update(w=torch.Size((1 << 40, 1 << 40))), r"'w' .*impossible shape"),
+    ("zero2", "m", lambda v: v.update(shared_params=5), r"shared_params"),
     ("zero3", "m", lambda v: v["param_shapes"][0].update(w=torch.Size((4, 5))), r"rank_1_.*'w'.*rank 0 lists"),
-    ("zero3", "m", lambda v: v["param_shapes"][0].pop("w"), r"rank_1_.*rank 0 lists \('w'"),
+    ("zero3", "m", lambda v: v["param_shapes"][0].pop("w"), r"rank_1_.*rank 0 lists \(0, 'w'"),
 ]  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def test_the_last_rank_that_is_missing_is_noticed(tmp_path) -> None:
         megackpt.load_plain_tensors(tmp_path / "step")
     (tmp_path / "step/zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(
-        CorruptCheckpoint, match="is one of 3 ranks, and 2 have files here"
+        CorruptCheckpoint, match=r"is one of \[3\] ranks, and 2 have files here"
     ):
         megackpt.load_plain_tensors(tmp_path / "step")
 
@@ -385,10 +385,10 @@ def test_the_last_rank_that_is_missing_is_noticed(tmp_path) -> None:
     [
         (
             "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt",
-            r"ranks 00, 01.*ds_to_universal",
+            r"mp_rank_01_optim_states\.pt is of.*ds_to_universal",
         ),
-        ("layer_00-model_00-model_states.pt", r"'layer_00-model_00-.*ds_to_universal"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", r"'expp_rank_0_.*ds_to_universal"),
+        ("layer_00-model_00-model_states.pt", r"/layer_00-model_00-.*ds_to_universal"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", r"/expp_rank_0_.*ds_to_universal"),
     ],
 )
 def test_axes_that_are_not_known_are_not_guessed(tmp_path, name, tells) -> None:
@@ -427,4 +427,4 @@ def test_universal_checkpoints_of_model_parallel_ranks_have_whole_tensors(
     assert found.keys() == files.expected(groups).keys()
     for key, tensor in files.expected(groups).items():
         assert_same(found[key], tensor, key)
-    assert "weights of the module are left out" in caplog.text
+    assert "the weights of the module (module.*) are left out" in caplog.text

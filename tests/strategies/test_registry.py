@@ -98,7 +98,9 @@ def test_a_package_adds_a_format_by_its_entry_point(tmp_path, plug):
     megackpt.save(state(3.0), tmp_path / "c", "mine")
     assert saved_as(tmp_path / "c") == ("mine", 1)
     assert megackpt.load(state(), tmp_path / "c")["w"].tolist() == [3.0] * 4
-    with pytest.raises(BackendError, match="unknown format 'mime': known are .*mine, "):
+    with pytest.raises(
+        BackendError, match=r"unknown format 'mime': known are .*mine, "
+    ):
         megackpt.save(state(), tmp_path / "d", "mime")
 
 

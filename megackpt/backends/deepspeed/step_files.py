@@ -4,45 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.storage import Storage, unsafe_names
 
-_RANK = "(?:(?P<kind>{kind}zero_pp_rank_)(?P<rank>0|[1-9][0-9]{{0,5}})_){optional}"
-_MODEL = re.compile(
-    _RANK.format(kind="", optional="?")
-    + r"mp_rank_(?P<mp>[0-9_]{2,9})_model_states\.pt"
-)
-_OPTIMIZER = re.compile(
-    _RANK.format(kind="(?:bf16_|fp16_)?", optional="")
-    + r"mp_rank_(?P<mp>[0-9_]{2,9})_optim_states\.pt"
+ADVICE = "convert the step with DeepSpeed's ds_to_universal.py, and open the result"
+
+_FILE = re.compile(
+    r"(?:(?P<kind>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>0|[1-9][0-9]{0,5})_)?"
+    r"mp_rank_(?P<parallel>[0-9_]{2,9})_(?P<content>model|optim)_states\.pt"
 )
 _POINTERS = ("latest", "latest_universal")
 _POINTER_BYTES = 1 << 10
 _SCRIPT = "zero_to_fp32.py"
 _WEIGHTS = (".safetensors", ".bin", "model.pt")
-UNIVERSAL = "zero"
-"""The folder of a universal checkpoint with a folder for each parameter."""
+_UNIVERSAL = "zero"
 
 
-@dataclass(frozen=True)
-class StepFiles:
+class StepFiles(NamedTuple):
     """The names of a step's files, relative to the root.
 
     Attributes:
-        folder: the step's folder and a slash; empty if the root is the step.
-        model: the files of the module's state.
+        model: the files of the module's state, by rank.
         partitioned: ZeRO-3 wrote them, one for each rank.
         optimizer: the files of the optimizer's partitions, by rank.
         parameters: the folder of a universal checkpoint; empty without one.
-        parallel: several model-parallel ranks wrote the files of the module's state.
+        parallel: the files are of several model-parallel ranks, pipeline stages or experts.
     """
 
-    folder: str
-    model: Sequence[str]
+    model: list[str]
     partitioned: bool
-    optimizer: Sequence[str]
+    optimizer: list[str]
     parameters: str
     parallel: bool
 
@@ -53,7 +46,7 @@ def recognises(root: Storage) -> bool:
     Hugging Face's Trainer keeps such weights beside the folder of the step.
     """
     names = root.list()
-    if any(map(_MODEL.fullmatch, names)):
+    if any(map(_FILE.fullmatch, names)):
         return True
     points = _SCRIPT in names and any(name in names for name in _POINTERS)
     return points and not any(name.endswith(_WEIGHTS) for name in names)
@@ -62,65 +55,67 @@ def recognises(root: Storage) -> bool:
 def step_files(root: Storage) -> StepFiles:
     """The files of the step, or of the last step of the run.
 
-    Raises CorruptCheckpoint for missing files, BackendError for files of pipelines, experts and,
-    without parameters' folders, of several model-parallel ranks.
+    Raises CorruptCheckpoint for missing files; BackendError for files of several model-parallel
+    ranks, pipeline stages or experts, unless they are of a universal checkpoint.
     """
     names = root.list()
     folder = ""
-    if not any(map(_MODEL.fullmatch, names)):
-        folder = _last_step(root, names)
-        names = root.list(folder.rstrip("/"))
-    where = f"{root.location}/{folder}".rstrip("/")
-    model = list(filter(None, map(_MODEL.fullmatch, names)))
-    optimizer = list(filter(None, map(_OPTIMIZER.fullmatch, names)))
+    if not any(map(_FILE.fullmatch, names)):
+        step = _last_step(root, names)
+        names = root.list(step)
+        folder = f"{step}/"
+    where = f"{root.location}/{folder}"
+    found: dict[str, list[re.Match[str]]] = {"model": [], "optim": []}
+    unknown = []
+    for name in names:
+        if match := _FILE.fullmatch(name):
+            found[match["content"]].append(match)
+        elif name.endswith("_states.pt"):
+            unknown.append(name)
+    model, optimizer = found.values()
     if not model:
-        raise NotACheckpoint(
-            f"{where} has no file mp_rank_00_model_states.pt or "
-            "zero_pp_rank_0_mp_rank_00_model_states.pt"
-        )
-    is_universal = UNIVERSAL in names
-    known = {match.string for match in (*model, *optimizer)}
-    unknown = [n for n in names if n.endswith("_states.pt") and n not in known]
-    parallel = sorted({match["mp"] for match in model} | {m["mp"] for m in optimizer})
-    if (parallel != ["00"] or unknown) and not is_universal:
-        problem = f"of the model-parallel ranks {', '.join(parallel)}"
-        if unknown:
-            problem = f"{unknown[0]!r}, of a pipeline or of experts"
+        raise NotACheckpoint(f"{where} has no mp_rank_00_model_states.pt of DeepSpeed")
+    unknown += [
+        match.string for match in (*model, *optimizer) if match["parallel"] != "00"
+    ]
+    is_universal = _UNIVERSAL in names
+    if unknown and not is_universal:
         raise BackendError(
-            f"{where} has files {problem}, which do not say how they form the whole parameters: "
-            "convert the step with DeepSpeed's ds_to_universal.py, and open the result"
+            f"{where}{unknown[0]} is of model parallelism, a pipeline or experts, and does not say "
+            f"how whole parameters are cut: {ADVICE}"
         )
-    if parallel == ["00"]:
-        model = _by_rank(where, model)
-        optimizer = _by_rank(where, optimizer)
+    if not unknown:
+        ranks = 0
+        if model[0]["kind"]:
+            ranks = max(len(model), len(optimizer))
+        model = _by_rank(where, model, ranks)
+        optimizer = _by_rank(where, optimizer, ranks)
     return StepFiles(
-        folder,
         [folder + match.string for match in model],
         model[0]["kind"] is not None,
         [folder + match.string for match in optimizer],
-        f"{folder}{UNIVERSAL}" if is_universal else "",
-        len(parallel) > 1 or bool(unknown),
+        f"{folder}{_UNIVERSAL}" if is_universal else "",
+        bool(unknown),
     )
 
 
 def _last_step(root: Storage, names: Sequence[str]) -> str:
-    """The folder that ``latest`` names, and a slash."""
+    """The folder that ``latest`` names."""
     for pointer in _POINTERS:
-        if pointer not in names:
-            continue
-        where = f"{root.location}/{pointer}"
-        try:
-            step = root.get(pointer, _POINTER_BYTES).decode().strip()
-        except UnicodeDecodeError as error:
-            raise CorruptCheckpoint(f"{where} is not text: {error}") from error
-        if unsafe_names([step]) or "/" in step:
-            raise CorruptCheckpoint(f"{where} names {step!r}, which is no folder in it")
-        return f"{step}/"
+        if pointer in names:
+            step = root.get(pointer, _POINTER_BYTES).decode(errors="replace").strip()
+            if unsafe_names([step]) or "/" in step:
+                raise CorruptCheckpoint(
+                    f"{root.location}/{pointer} names {step!r}, which is no folder beside it"
+                )
+            return step
     raise NotACheckpoint(f"{root.location} has no file {' or '.join(_POINTERS)}")
 
 
-def _by_rank(where: str, found: Sequence[re.Match[str]]) -> list[re.Match[str]]:
-    """The files in the order of ranks, each rank once."""
+def _by_rank(
+    where: str, found: Sequence[re.Match[str]], count: int
+) -> list[re.Match[str]]:
+    """The files in the order of ranks, of ``count`` ranks or more."""
     kinds = {match["kind"]: match.string for match in found}
     if len(kinds) > 1:
         raise CorruptCheckpoint(
@@ -128,9 +123,9 @@ def _by_rank(where: str, found: Sequence[re.Match[str]]) -> list[re.Match[str]]:
             "Move away the files of one"
         )
     ranks = {int(match["rank"] or 0): match for match in found}
-    for rank in range(len(ranks)):
-        if rank not in ranks:
+    for rank in range(max(len(ranks), count)):
+        if ranks and rank not in ranks:
             other = found[0].string
             name = re.sub("rank_[0-9]+", f"rank_{rank}", other, count=1)
-            raise CorruptCheckpoint(f"{where}/{name} is missing: {other} is there")
+            raise CorruptCheckpoint(f"{where}{name} is missing: {other} is there")
     return [ranks[rank] for rank in range(len(ranks))]

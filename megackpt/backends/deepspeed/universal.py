@@ -5,16 +5,15 @@ from __future__ import annotations
 import logging
 import math
 
-from megackpt.backends.deepspeed.step_files import StepFiles
-from megackpt.backends.deepspeed.model_states import (
-    ModelStates,
-    merged,
-    parameter_groups,
+from megackpt.backends.deepspeed.partitions import (
+    MASTER,
+    MODULE,
+    parameter_shapes,
     rank_objects,
     read_model,
     renamed,
 )
-from megackpt.backends.deepspeed.partitions import MASTER
+from megackpt.backends.deepspeed.step_files import StepFiles
 from megackpt.backends.torch_reader import SINGLE, Shard, read_contents
 from megackpt.errors import CorruptCheckpoint
 from megackpt.planning.box import Box
@@ -28,50 +27,46 @@ _PARAMETER = "param"
 _MASTER = f"{MASTER}.pt"
 
 
-def _parallel_model(root: Storage, step: StepFiles) -> ModelStates:
-    """The names of parameters and the Python state of several model-parallel ranks."""
-    logger.info(
-        "%s/%s: the weights of the module are left out, because model-parallel ranks hold parts of "
-        "them; the master weights (fp32.*) are whole",
-        root.location,
-        step.folder,
-    )
-    model = ModelStates(groups=[{}])
-    for file in step.model:
-        shards, rest = read_contents(root, file)
-        for group in parameter_groups(f"{root.location}/{file}", rest, "param_shapes"):
-            model.groups = [{**model.groups[0], **group}]
-        if file == step.model[0]:
-            model.shards += [shard for shard in shards if shard.entry.is_common]
-    model.shards += rank_objects("model_states", step.model)
-    return model
-
-
 def read_universal(root: Storage, step: StepFiles) -> list[Shard]:
     """The tensors and objects of a universal checkpoint.
 
     The weights of the module are left out where several model-parallel ranks hold them. Raises
     CorruptCheckpoint, naming the file, if a parameter or one of its states is missing.
     """
+    shapes: dict[str, tuple[int, ...]] = {}
     if step.parallel:
-        model = _parallel_model(root, step)
-    else:
-        model = read_model(root, step)
+        logger.info(
+            "%s: the weights of the module (%s*) are left out, because model-parallel ranks hold "
+            "parts of them; the master weights (%s.*) are whole",
+            root.location,
+            MODULE,
+            MASTER,
+        )
+        for file in step.model:
+            _, rest = read_contents(root, file)
+            for group in parameter_shapes(f"{root.location}/{file}", rest)[:-1]:
+                shapes.update(group)
+        step = step._replace(model=step.model[:1], partitioned=False)
+    model = read_model(root, step)
     found = model.shards
-    shapes = merged(f"{root.location}/{step.folder}", model.groups)
+    if step.parallel:
+        found = [s for s in found if not s.entry.key.startswith(MODULE)]
+    for group in model.groups:
+        shapes.update(group)
     names = root.list(step.parameters)
     folders = [name for name in names if name != _COMMON]
     if missing := [name for name in shapes if name not in folders]:
         raise CorruptCheckpoint(
-            f"{root.location}/{step.parameters}/{missing[0]} is missing, which the module's state "
-            "lists as a parameter"
+            f"{root.location}/{step.parameters}/{missing[0]} is missing, and the module's state "
+            "lists the parameter"
         )
     files = {name: root.list(f"{step.parameters}/{name}") for name in folders}
     # The folder of a frozen parameter has the weights alone.
     states = {file for name in shapes for file in files[name]}
     for name in folders:
         folder = f"{step.parameters}/{name}"
-        for file in sorted(states):
+        aliases = [a for a in model.names_of(name)[1:] if a not in files]
+        for file in sorted({_MASTER, *states}):
             if file not in files[name] and (name in shapes or file == _MASTER):
                 raise CorruptCheckpoint(
                     f"{root.location}/{folder}/{file} is missing: other parameters have it"
@@ -80,7 +75,6 @@ def read_universal(root: Storage, step: StepFiles) -> list[Shard]:
             key = f"{file.removesuffix('.pt')}.{name}"
             shard = _read_state(root, f"{folder}/{file}", key, shapes.get(name))
             found.append(shard)
-            aliases = set(model.names_of(name)).difference(folders)
             if file == _MASTER:
                 found += [renamed(shard, f"{MASTER}.{alias}") for alias in aliases]
     if _COMMON in names:
