@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -254,13 +254,13 @@ def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     return Location(file, start + offset, length)
 
 
-def _blob(root: Storage, item: ReadItem, stand_ins: bool) -> bytes:
+def _blob(root: Storage, item: ReadItem) -> bytes:
     """All but the tensors of a file, as the blob of a common state or of an object.
 
     Raises UntrustedClass naming a class.
     """
     try:
-        with _opened(root, item.chunk.location.file, stand_ins) as (_, _, state):
+        with _opened(root, item.chunk.location.file, stand_ins=False) as (_, _, state):
             rest = dict(state.rest)
             if item.entry.is_common:
                 return serialization.dump(rest)
@@ -293,9 +293,6 @@ def manifest_of(
 class TorchReader(Backend):
     """Reads manifests of ``manifest_of``."""
 
-    stand_ins: ClassVar[bool] = False
-    """Objects of unknown classes become stand-ins; otherwise they raise UntrustedClass."""
-
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         # A view in another order, or a common state that is not a blob yet, has no length.
         decoded = super().decoded_bytes(manifest)
@@ -306,10 +303,10 @@ class TorchReader(Backend):
         raw = self.decoded_bytes(plan.manifest)[plan.chunk] == 0
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
-            if not item.entry.meta.is_object:
+            if item.entry.meta.is_object:
+                into.blob(item.target, _blob(root, item))
+            else:
                 read_view(root, item, into)
-                continue
-            into.blob(item.target, _blob(root, item, self.stand_ins))
 
 
 def read_view(root: Storage, item: ReadItem, into: Target) -> None:

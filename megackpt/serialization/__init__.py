@@ -39,8 +39,8 @@ def load(
     """The value of a blob, with tensors on the CPU.
 
     It makes plain data of Python, numpy and torch, and the classes in ``trusted`` and in
-    ``torch.serialization.add_safe_globals``. Classes of Megatron-Core become StandIns unless
-    trusted. With ``stand_ins`` all other classes do, too.
+    ``torch.serialization.add_safe_globals``. Classes of Megatron-Core and DeepSpeed become
+    StandIns unless trusted. With ``stand_ins`` all other classes do, too.
 
     Raises:
         UntrustedClass: the blob names any other class or function. None of its code ran.

@@ -1,7 +1,8 @@
 """The allow-list: the globals that a saved object may name, and the rule for each.
 
 Everything here is harmless with any arguments: data types of Python, numpy and torch, made by
-functions that check their arguments. Classes of Megatron-Core become inert ``StandIn`` objects.
+functions that check their arguments. Classes of Megatron-Core and DeepSpeed become inert
+``StandIn`` objects.
 """
 
 from __future__ import annotations
@@ -74,16 +75,16 @@ def finder(trusted: Sequence[Any] = (), stand_ins: bool = False) -> Find:
             kind = known_rules()[owner].value
         if isinstance(kind, EnumType) and member in kind.__members__:
             return Rule(kind.__members__[member])
-        if stand_ins or is_megatron(module):
+        if stand_ins or stands_in(module):
             return _stand_in_rule(full)
         raise UntrustedClass(refusal(module, name))
 
     return find
 
 
-def is_megatron(module: str) -> bool:
-    """True for modules of Megatron-Core, whose classes become ``StandInClass`` objects."""
-    return module.partition(".")[0] == "megatron"
+def stands_in(module: str) -> bool:
+    """True for modules of Megatron-Core and DeepSpeed: their classes become stand-ins."""
+    return module.partition(".")[0] in ("megatron", "deepspeed")
 
 
 def _stand_in_rule(qualified: str) -> Rule:

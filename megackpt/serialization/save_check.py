@@ -12,8 +12,8 @@ from typing import Any
 from megackpt import limits
 from megackpt.errors import UntrustedClass
 from megackpt.serialization.allowlist import (
-    is_megatron,
     known_rules,
+    stands_in,
     storages,
 )
 from megackpt.serialization.archive import Archive
@@ -84,7 +84,7 @@ def check_loadable(blob: bytes) -> list[str]:
                 return rule
         if unsafe:
             raise UntrustedClass(refusal(module, name))
-        if full not in vouched and not is_megatron(module):
+        if full not in vouched and not stands_in(module):
             wanted[refusal(module, name)] = None
         return _opaque_rule(type(name, (Opaque,), {}))
 

@@ -21,6 +21,7 @@ for _part in (
     "zarr_arrays",
     "zarr_foreign",
     "safetensors_headers",
+    "deepspeed",
 ):
     import_module(f"tests.hostile.cases.{_part}")
 
@@ -48,6 +49,14 @@ for _kind, _name, _tells in (
     ("one safetensors", "model.safetensors", r"model\.safetensors"),
     ("safetensors", "model.safetensors.index.json", r"index\.json"),
     ("torch", "model.pt", r"model\.pt|recognised"),
+    ("zero2", "mp_rank_00_model_states.pt", r"model_states\.pt"),
+    (
+        "zero2",
+        "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        r"rank_0_.*optim_states\.pt",
+    ),
+    ("universal", "zero/w/exp_avg.pt", r"exp_avg\.pt"),
+    ("deepspeed run", "latest", "latest"),
 ):
     add(f"{_name} of a TiB that is a hole", _kind, hole(_name), _tells)
 

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 import megackpt
 import megackpt.zarr_dtypes
 from megackpt import ShardedObject, ShardedTensor, Strategy
+from tests.foreign import deepspeed_files
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DCP = runpy.run_path(str(GOLDEN / "make_layout_c.py"))
@@ -193,6 +194,15 @@ def one_safetensors(folder: Path) -> None:
     save_file(TENSORS, folder / "model.safetensors", {"format": "pt"})
 
 
+PARAMETERS = [{key: tensor.float() for key, tensor in TENSORS.items()}]
+
+
+def deepspeed_run(folder: Path) -> None:
+    deepspeed_files.write_zero3(folder / "global_step3", PARAMETERS, 2)
+    (folder / "latest").write_text("global_step3")
+    (folder / "zero_to_fp32.py").touch()
+
+
 def copied(name: str) -> Any:
     return lambda folder: shutil.copytree(GOLDEN / name, folder)
 
@@ -243,6 +253,19 @@ MAKERS: Mapping[str, tuple[str, Any]] = {
     "one safetensors": ("safetensors", one_safetensors),
     "torch": ("torch", torch_file),
     "bins": ("torch", bins),
+    "zero2": (
+        "deepspeed",
+        lambda folder: deepspeed_files.write_zero2(folder, PARAMETERS, 2),
+    ),
+    "zero3": (
+        "deepspeed",
+        lambda folder: deepspeed_files.write_zero3(folder, PARAMETERS, 2),
+    ),
+    "universal": (
+        "deepspeed",
+        lambda folder: deepspeed_files.write_universal(folder, PARAMETERS),
+    ),
+    "deepspeed run": ("deepspeed", deepspeed_run),
 }
 """Kind -> its format, and what writes it. Without an index of ours, unless said, for that is where trust ends."""
 

@@ -32,7 +32,6 @@ class DeepSpeed(torch_reader.TorchReader, ReadOnlyBackend):
     properties: ClassVar[Properties] = Properties(
         "deepspeed", 2, frozenset({1, 2}), read_only=True
     )
-    stand_ins: ClassVar[bool] = True
 
     def recognises(self, root: Storage) -> bool:
         return step_files.recognises(root)

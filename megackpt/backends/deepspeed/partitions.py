@@ -296,12 +296,12 @@ def _check_rank(
         padding = _at(paddings, number)
         if type(padding) is int and shape:
             sizes.add((shape[0] + padding,))
-        for state, shard in states.items():
-            if len(shape) != 1 or shard.entry.meta.shape not in sizes:
-                raise CorruptCheckpoint(
-                    f"{where}: {state!r} of group {number} has the shape "
-                    f"{shard.entry.meta.shape}, and the master weights have {shape}"
-                )
+        shapes = {state: shard.entry.meta.shape for state, shard in states.items()}
+        if len(shape) != 1 or not sizes.issuperset(shapes.values()):
+            raise CorruptCheckpoint(
+                f"{where}: the partition of group {number} has the shapes {shapes}, and its master "
+                f"weights have {shape}"
+            )
         mapping = _at(mappings, number)
         unknown = isinstance(mapping, dict) and mapping.keys() - groups[number].keys()
         if unknown:

@@ -104,9 +104,9 @@ def _last_step(root: Storage, names: Sequence[str]) -> str:
     for pointer in _POINTERS:
         if pointer in names:
             step = root.get(pointer, _POINTER_BYTES).decode(errors="replace").strip()
-            if unsafe_names([step]) or "/" in step:
+            if unsafe_names([step]) or "/" in step or not root.list(step):
                 raise CorruptCheckpoint(
-                    f"{root.location}/{pointer} names {step!r}, which is no folder beside it"
+                    f"{root.location}/{pointer} names {step!r}, which is no folder of files there"
                 )
             return step
     raise NotACheckpoint(f"{root.location} has no file {' or '.join(_POINTERS)}")

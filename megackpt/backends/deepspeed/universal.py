@@ -86,24 +86,24 @@ def _read_state(
     root: Storage, file: str, key: str, shape: tuple[int, ...] | None
 ) -> Shard:
     """One file. ``shape``: of the parameter, if it is known: ZeRO-3's values are stored flat."""
-    shards, _ = read_contents(root, file)
+    shards, rest = read_contents(root, file)
     tensors = [shard for shard in shards if not shard.entry.meta.is_object]
-    if not tensors:
+    if rest.keys() == {""}:
         entry = TensorEntry(key, TensorMeta((1,), OBJECT))
         return Shard(entry, Box((0,), (1,)), Location(file, 0, 0), False)
-    (stored, dtype) = tensors[0].entry.meta
-    is_alone = tensors[0].entry.key == SINGLE
-    if len(tensors) > 1 or not (is_alone or tensors[0].entry.key == _PARAMETER):
+    keys = [shard.entry.key for shard in tensors]
+    if keys not in ([SINGLE], [_PARAMETER]):
         raise CorruptCheckpoint(
-            f"{root.location}/{file} holds {tensors[-1].entry.key!r}, and not one tensor alone"
+            f"{root.location}/{file} has the tensors {keys[:9]}, and not one alone"
         )
     found = renamed(tensors[0], key)
-    if not is_alone or not stored:
+    (stored, dtype) = found.entry.meta
+    if keys == [_PARAMETER] or not stored:
         return found
     if shape is None or stored != (math.prod(shape),):
         raise CorruptCheckpoint(
             f"{root.location}/{file} has {stored} elements of a parameter, and the module's state "
             f"lists the shape {shape} for it"
         )
-    entry = TensorEntry(key, TensorMeta(shape, dtype))
-    return Shard(entry, Box.whole(shape), found.place, True)
+    entry = TensorEntry(key, TensorMeta(tuple(shape), dtype))
+    return Shard(entry, Box.whole(entry.meta.shape), found.place, True)

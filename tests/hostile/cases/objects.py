@@ -83,6 +83,12 @@ SLOTS: Mapping[str, tuple[str, Callable[[Place, bytes], None]]] = {
     "safetensors object": ("safetensors", one("rng.objects/shard_0_2.pt")),
     "torch file": ("torch", state("model.pt")),
     "bin": ("bins", state("pytorch_model-00002-of-00002.bin")),
+    "DeepSpeed's module": ("zero2", state("mp_rank_00_model_states.pt")),
+    "DeepSpeed's optimizer": (
+        "zero3",
+        state("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ),
+    "universal object": ("universal", state("zero/optimizer_state.pt")),
 }
 """Every place where a pickle stands: kind of checkpoint, and how to put one there. (Ours with an index: see below.)"""
 UNTRUSTED = (

@@ -182,6 +182,13 @@ FILES = {
     ),
     "torch": ("model.pt",),
     "bins": ("pytorch_model-00001-of-00002.bin",),
+    "zero2": (
+        "mp_rank_00_model_states.pt",
+        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    ),
+    "zero3": ("zero_pp_rank_1_mp_rank_00_model_states.pt",),
+    "universal": ("zero/w/fp32.pt", "zero/optimizer_state.pt"),
+    "deepspeed run": ("latest",),
 }
 _NO_FILE = (
     r"(no|not a) directory|Too many levels|(no|not a) regular file|missing|no file|"
