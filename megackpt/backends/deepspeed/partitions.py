@@ -55,16 +55,12 @@ class ModelStates(NamedTuple):
     Attributes:
         shards: tensors and objects.
         groups: the parameters of each group, whose values are elsewhere.
-        aliases: the name of a tied parameter to the name under which its values are stored.
+        tied: the name of a parameter to all names of tied parameters whose values it has.
     """
 
     shards: list[Shard]
     groups: list[Shapes]
-    aliases: Mapping[str, str]
-
-    def names_of(self, name: str) -> list[str]:
-        """The parameter's name, and the names of parameters tied to it."""
-        return [name, *(alias for alias, held in self.aliases.items() if held == name)]
+    tied: Mapping[str, list[str]]
 
 
 class _Run(NamedTuple):
@@ -126,21 +122,20 @@ def read_model(root: Storage, step: StepFiles) -> ModelStates:
 
     Raises CorruptCheckpoint if the lists of parameters of ranks differ.
     """
-    shards: list[Shard] = []
-    aliases: Any = {}
-    groups: list[Shapes] = []
+    model = ModelStates([], [], {})
     fragments: dict[str, list[Shard]] = defaultdict(list)
+    frozen: Shapes = {}
     for rank, file in enumerate(step.model):
         where = f"{root.location}/{file}"
         found, rest = read_contents(root, file)
-        listed = parameter_shapes(where, rest)
+        groups = parameter_shapes(where, rest)
         if not rank:
-            groups = listed
-            aliases = rest.get("shared_params") or {}
-            if not isinstance(aliases, dict):
-                raise CorruptCheckpoint(f"{where}: shared_params is not a dict")
-        _compare(where, listed, groups)
+            frozen = groups[-1]
+            model = ModelStates([], groups[:-1], _tied(where, rest))
+        _compare(where, groups, (*model.groups, frozen))
         shapes = {name: shape for group in groups for name, shape in group.items()}
+        for name, aliases in model.tied.items():
+            shapes |= dict.fromkeys(aliases, shapes.get(name, ()))
         for shard in found:
             key = shard.entry.key
             name = key.removeprefix(MODULE)
@@ -151,29 +146,39 @@ def read_model(root: Storage, step: StepFiles) -> ModelStates:
                     fragments[name].append(renamed(shard, MODULE + name))
             elif key != name and step.partitioned:
                 # ZeRO-3 stores an empty tensor in place of a parameter, and equal buffers.
-                shape = shapes.get(aliases.get(name, name))
-                if not rank and shape in (None, shard.entry.meta.shape):
-                    shards.append(shard)
+                shape = shard.entry.meta.shape
+                if not rank and shapes.get(name, shape) == shape:
+                    model.shards.append(shard)
             elif not rank:
-                shards.append(shard)
+                model.shards.append(shard)
             elif not shard.entry.meta.is_object:
-                shards.append(renamed(shard, f"model_states.{rank}.{key}"))
-    model = ModelStates(shards, groups[:-1], aliases)
-    if not step.partitioned:
-        return model
-    shards += rank_objects("model_states", step.model)
-    for name, shape in groups[-1].items():
-        runs, size = _even_runs(shape, 0, len(step.model))
-        parts = fragments[name]
-        metas = {part.entry.meta for part in parts}
-        if len(parts) != len(step.model) or {meta.shape for meta in metas} != {(size,)}:
-            raise CorruptCheckpoint(
-                f"{root.location}: the frozen parameter {name!r} of shape {shape} needs a part of "
-                f"{size} elements in each of {step.model[0]} and the files of the other ranks"
-            )
-        for alias in model.names_of(name):
-            shards += _located(MODULE + alias, shape, runs, parts)
+                model.shards.append(renamed(shard, f"model_states.{rank}.{key}"))
+    if step.partitioned:
+        model.shards.extend(rank_objects("model_states", step.model))
+        for name, shape in frozen.items():
+            runs, size = _even_runs(shape, 0, len(step.model))
+            parts = fragments[name]
+            metas = [part.entry.meta for part in parts]
+            known = metas and metas[0]._replace(shape=(size,))
+            if metas != [known] * len(step.model):
+                raise CorruptCheckpoint(
+                    f"{root.location}: the frozen parameter {name!r} of shape {shape} needs a part "
+                    f"of {size} elements in each of {step.model[0]} and the files of other ranks"
+                )
+            for alias in (name, *model.tied.get(name, ())):
+                model.shards.extend(_located(MODULE + alias, shape, runs, parts))
     return model
+
+
+def _tied(where: str, rest: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The name of a parameter to all names of tied parameters."""
+    aliases = rest.get("shared_params") or {}
+    if not isinstance(aliases, dict) or {type(v) for v in aliases.values()} - {str}:
+        raise CorruptCheckpoint(f"{where}: shared_params is not a dict of names")
+    found = defaultdict(list)
+    for alias, name in aliases.items():
+        found[name].append(alias)
+    return found
 
 
 def _compare(where: str, groups: Sequence[Shapes], first: Sequence[Shapes]) -> None:
@@ -224,7 +229,7 @@ def read_zero(root: Storage, step: StepFiles) -> list[Shard]:
                     continue
                 names = [name]
                 if state == MASTER:
-                    names = model.names_of(name)
+                    names += model.tied.get(name, [])
                 for alias in names:
                     found += _located(f"{state}.{alias}", shape, runs[name], parts)
     if step.optimizer:
@@ -294,7 +299,7 @@ def _check_rank(
         sizes = {(), shape}
         # The optimizer's state is stored with the padding of the partition.
         padding = _at(paddings, number)
-        if type(padding) is int and shape:
+        if type(padding) is int and padding > 0 and shape:
             sizes.add((shape[0] + padding,))
         shapes = {state: shard.entry.meta.shape for state, shard in states.items()}
         if len(shape) != 1 or not sizes.issuperset(shapes.values()):

@@ -54,24 +54,27 @@ def read_universal(root: Storage, step: StepFiles) -> list[Shard]:
     for group in model.groups:
         shapes.update(group)
     names = root.list(step.parameters)
-    folders = [name for name in names if name != _COMMON]
-    if missing := [name for name in shapes if name not in folders]:
+    files = {
+        name: root.list(f"{step.parameters}/{name}")
+        for name in names
+        if name != _COMMON
+    }
+    if missing := [name for name in shapes if name not in files]:
         raise CorruptCheckpoint(
             f"{root.location}/{step.parameters}/{missing[0]} is missing, and the module's state "
             "lists the parameter"
         )
-    files = {name: root.list(f"{step.parameters}/{name}") for name in folders}
     # The folder of a frozen parameter has the weights alone.
     states = {file for name in shapes for file in files[name]}
-    for name in folders:
+    for name, held in files.items():
         folder = f"{step.parameters}/{name}"
-        aliases = [a for a in model.names_of(name)[1:] if a not in files]
+        aliases = [alias for alias in model.tied.get(name, []) if alias not in files]
         for file in sorted({_MASTER, *states}):
-            if file not in files[name] and (name in shapes or file == _MASTER):
+            if file not in held and (name in shapes or file == _MASTER):
                 raise CorruptCheckpoint(
                     f"{root.location}/{folder}/{file} is missing: other parameters have it"
                 )
-        for file in files[name]:
+        for file in held:
             key = f"{file.removesuffix('.pt')}.{name}"
             shard = _read_state(root, f"{folder}/{file}", key, shapes.get(name))
             found.append(shard)

@@ -74,6 +74,7 @@ for _name, _spoil in {
     "a name that is twice": model(lambda v: v.update(frozen_param_shapes={"w": torch.Size([8, 4])})),
     "a shape that is a text": model(lambda v: v["param_shapes"][0].update(w="8")),
     "a shape that is true": model(lambda v: v["param_shapes"][0].update(w=(True, 8))),
+    "aliases that are lists": model(lambda v: v.update(shared_params={"w": ["b"]})),
     "aliases that are a list": model(lambda v: v.update(shared_params=[1])),
     "a parameter less": model(lambda v: v["param_shapes"][0].pop("b")),
     "a list": lambda p: torch.save([1, 2], p.folder / MODEL),
@@ -113,6 +114,9 @@ for _name, _spoil in {
     "a state of another kind": moments(exp_avg=torch.tensor(3.0)),
     "a state more": moments(more=torch.ones(18)),
     "a state of another dtype": moments(exp_avg=torch.ones(18, dtype=torch.float64)),
+    "a negative padding, and a state that ends before it": optimizer(
+        lambda s: (s.update(group_paddings=[-8]), s["base_optimizer_state"]["state"][0].update(exp_avg=torch.ones(10)))
+    ),
     "parameters of another run": fields(param_slice_mappings=[{"other": 1}]),
     "parameters that are numbers": fields(param_slice_mappings=[{5: 1}]),
     "no dict": lambda p: torch.save({"optimizer_state_dict": 5}, p.folder / OPTIMIZER),
