@@ -64,7 +64,7 @@ class ModelStates(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Elements [start, stop) of a parameter in C order, from ``offset`` on in a rank's partition."""
+    """Elements [start, stop) of a parameter, which begin at ``offset`` in a rank's partition."""
 
     rank: int
     offset: int
@@ -182,7 +182,7 @@ def _tied(where: str, rest: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _compare(where: str, groups: Sequence[Shapes], first: Sequence[Shapes]) -> None:
-    """Raise CorruptCheckpoint if a rank lists other parameters than rank 0, or in another order."""
+    """Raise CorruptCheckpoint if a rank's parameters or their order differ from rank 0's."""
     found = []
     for listed in (groups, first):
         numbered = enumerate(listed)

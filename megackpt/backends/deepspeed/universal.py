@@ -34,6 +34,7 @@ def read_universal(root: Storage, step: StepFiles) -> list[Shard]:
     CorruptCheckpoint, naming the file, if a parameter or one of its states is missing.
     """
     shapes: dict[str, tuple[int, ...]] = {}
+    found: list[Shard] = []
     if step.parallel:
         logger.info(
             "%s: the weights of the module (%s*) are left out, because model-parallel ranks hold "
@@ -46,11 +47,12 @@ def read_universal(root: Storage, step: StepFiles) -> list[Shard]:
             _, rest = read_contents(root, file)
             for group in parameter_shapes(f"{root.location}/{file}", rest)[:-1]:
                 shapes.update(group)
+        found += rank_objects("model_states", step.model)
         step = step._replace(model=step.model[:1], partitioned=False)
     model = read_model(root, step)
-    found = model.shards
-    if step.parallel:
-        found = [s for s in found if not s.entry.key.startswith(MODULE)]
+    for shard in model.shards:
+        if not (step.parallel and shard.entry.key.startswith(MODULE)):
+            found.append(shard)
     for group in model.groups:
         shapes.update(group)
     names = root.list(step.parameters)
