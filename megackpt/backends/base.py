@@ -137,6 +137,8 @@ class Properties:
     """One process writes everything: ``convert`` does, ``save`` refuses the format."""
     read_only: bool = False
     """Neither ``save`` nor ``convert`` writes the format. See ReadOnlyBackend."""
+    covers: Collection[str] = ()
+    """Formats that may recognise a directory of this format, too: this format is meant."""
     follows_links: bool = False
     """Data files may be links to files outside of the directory."""
     indexed: bool = True

@@ -484,4 +484,7 @@ def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not hide other formats
             unasked.append(f"{entry.name}: {error}")
+    for backend in list(found.values()):
+        for name in backend.properties.covers:
+            found.pop(name, None)
     return found, unasked

@@ -1,0 +1,337 @@
+"""Checkpoints that orbax wrote: versions 0 and 1, every layout of files, one process and two."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import Strategy, limits
+from megackpt.__main__ import main
+from megackpt.backends.orbax import arrays, endpoint
+from megackpt.converter import conversion
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    NotACheckpoint,
+)
+from megackpt.storage import LocalStorage
+from tests.bits import assert_same
+from tests.foreign.bars import check_conversions, check_layouts
+from tests.ports import unused_port
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GOLDEN = ROOT / "tests" / "golden"
+GOLDENS = ("orbax-0.12.8-v0", "orbax-0.12.8-v0-plain", "orbax-0.12.8-v1")
+KINDS = (
+    *("v0", "v0 standard", "v0 manager", "v0 composite", "v0 plain", "v0 zarr3"),
+    *("v0 plain zarr3", "v0 chunks", "v0 zarr3 chunks", "v0 without metadata"),
+    *("v0 aggregated", "v0 msgpack"),
+    *("v1", "v1 zarr", "v1 plain", "v1 checkpointables"),
+)
+PROCESSES = ("v0 processes", "v1 processes")
+VALUES = {
+    "name": "tall",
+    "deep.a/b": "short",
+    "none": None,
+    "empty.dict": {},
+    "empty.list": [],
+    "empty.tuple": (),
+}
+"""The common state of the trees with leaves that are no arrays."""
+
+
+def written_by_orbax(*arguments: str, devices: int = 8) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / '.peers' / 'orbax'}:{ROOT}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, "-m", "tests.foreign.orbax_writer", *arguments]
+    return subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each kind."""
+    folder = tmp_path_factory.mktemp("orbax")
+    assert not written_by_orbax(str(folder), *KINDS).wait()
+    port = str(unused_port())
+    ranks = [
+        written_by_orbax(str(folder), "--rank", str(rank), port, devices=4)
+        for rank in range(2)
+    ]
+    assert [rank.wait() for rank in ranks] == [0, 0]
+    return folder
+
+
+def expected(source: Path) -> dict[str, torch.Tensor]:
+    file = f"{source}.expected.pt"
+    if source.name in GOLDENS:
+        file = f"{GOLDEN}/orbax-0.12.8.expected.pt"  # of all: they hold one tree
+    found: dict[str, torch.Tensor] = torch.load(file)
+    return found
+
+
+def check(source: Path, unread: tuple[str, ...] = ()) -> None:
+    """All tensors, whole and at other layouts; nothing else, and ``verify`` is content."""
+    tensors = expected(source)
+    found = megackpt.load_plain_tensors(source)
+    assert found.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert_same(found[key], tensor, key)
+    check_layouts(source, tensors)
+    report = megackpt.verify(source)
+    assert report.ok, report
+    assert report.foreign == unread
+
+
+@pytest.mark.orbax
+@pytest.mark.parametrize("kind", [*KINDS, *PROCESSES])
+def test_checkpoints_of_orbax_load_at_any_layout(
+    written: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    unread = ("about",) if kind == "v0 composite" else ()
+    check(written / kind, unread)
+    name, version = megackpt.checkpoint.open_checkpoint(written / kind).manifest.backend
+    assert (name, version) == ("orbax", int(kind[1]))
+    assert ("about are not trees of arrays" in caplog.text) == bool(unread)
+
+
+@pytest.mark.orbax
+@pytest.mark.parametrize("kind", ["v0", "v0 plain zarr3", "v0 composite", "v1"])
+def test_checkpoints_of_orbax_convert_to_every_format(
+    written: Path, kind: str, tmp_path: Path
+) -> None:
+    check_conversions(written / kind, expected(written / kind), tmp_path)
+    common = megackpt.load_common_state_dict(tmp_path / "torch_dist")
+    assert common == megackpt.load_common_state_dict(written / kind)
+
+
+@pytest.mark.orbax
+def test_leaves_that_are_no_arrays_are_the_common_state(written: Path) -> None:
+    for kind in ("v0", "v0 plain", "v0 manager", "v1"):
+        assert megackpt.load_common_state_dict(written / kind) == VALUES
+    found = megackpt.load_common_state_dict(written / "v0 aggregated")
+    assert found == {"step": 3, "rate": 0.25, "name": "x", "none": None}
+    assert megackpt.load_common_state_dict(written / "v0 chunks") == {}
+
+
+@pytest.mark.orbax
+def test_show_names_format_and_version(
+    written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("v0 manager", "v1"):
+        assert main(["show", str(written / kind)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert f"version: {kind[1]}" in lines
+        assert "format: orbax" in lines
+
+
+@pytest.mark.orbax
+def test_one_of_several_items_can_be_asked_for(written: Path) -> None:
+    source = written / "v0 composite"
+    only = Strategy("orbax", options={"item": "opt"})
+    found = megackpt.load_plain_tensors(source, sharded_strategy=only)
+    assert {f"opt.{key}" for key in found} == {
+        key for key in expected(source) if key.startswith("opt.")
+    }
+    with pytest.raises(NotACheckpoint, match=r"no item 'x'.*'opt', 'params'"):
+        megackpt.load_plain_tensors(
+            source, sharded_strategy=Strategy("orbax", options={"item": "x"})
+        )
+
+
+@pytest.mark.orbax
+@pytest.mark.parametrize("kind", ["v0 chunks", "v1 plain"])
+def test_an_interrupted_conversion_is_resumed(
+    written: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 1000)
+    source = written / kind
+    perform = conversion.TaskRunner.perform
+    performed: list[int] = []
+
+    def twice_and_no_more(self: Any, task: Any, moved: Any) -> Any:
+        if len(performed) == 2:
+            raise KeyboardInterrupt
+        performed.append(task.number)
+        return perform(self, task, moved)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(conversion.TaskRunner, "perform", twice_and_no_more)
+        with pytest.raises(KeyboardInterrupt):
+            megackpt.convert(source, tmp_path / "out", "zarr", workers=1)
+    done = megackpt.convert(source, tmp_path / "out", "zarr", workers=1)
+    assert done.resumed
+    found = megackpt.load_plain_tensors(tmp_path / "out")
+    for key, tensor in expected(source).items():
+        assert_same(found[key], tensor, key)
+
+
+# The golden checkpoints: these tests need no orbax ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_golden_checkpoints(name: str, tmp_path: Path) -> None:
+    check(GOLDEN / name)
+    assert megackpt.load_common_state_dict(GOLDEN / name) == VALUES
+    check_conversions(GOLDEN / name, expected(GOLDEN / name), tmp_path)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        shutil.copytree(GOLDEN / name, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def change(file: Path, edit: Callable[[Any], None]) -> None:
+    document = json.loads(file.read_text())
+    edit(document)
+    file.write_text(json.dumps(document))
+
+
+def test_a_missing_chunk_is_an_error_where_the_writer_stored_all(
+    copy: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    source = copy("orbax-0.12.8-v0-plain")
+    (source / "params.layers.0.kernel" / "1.0").unlink()
+    with pytest.raises(CorruptCheckpoint, match=r"'params.layers.0.kernel' lacks 1 of"):
+        megackpt.load_plain_tensors(source)
+    # As orbax wrote before: chunks of zeros were left out.
+    change(
+        source / "_METADATA",
+        lambda d: d.pop("store_array_data_equal_to_fill_value"),
+    )
+    with caplog.at_level(logging.INFO):
+        found = megackpt.load_plain_tensors(source)
+    assert "1 chunks are missing, and have the fill value" in caplog.text
+    whole = expected(GOLDEN / source.name)["params.layers.0.kernel"]
+    kernel = found["params.layers.0.kernel"]
+    assert_same(kernel[:16], whole[:16], "the chunks that are there")
+    assert not kernel[16:32, :12].any()
+    for choice, fits in (("error", False), ("fill", True)):
+        strategy = Strategy("orbax", options={"missing_chunks": choice})
+        if fits:
+            megackpt.load_plain_tensors(source, sharded_strategy=strategy)
+            continue
+        with pytest.raises(CorruptCheckpoint, match="lacks 1 of its chunks"):
+            megackpt.load_plain_tensors(source, sharded_strategy=strategy)
+    with pytest.raises(BackendError, match="missing_chunks is 'fill', 'error' or None"):
+        Strategy("orbax", options={"missing_chunks": "x"}).make_reader()
+
+
+def test_two_leaves_of_one_name_are_an_error_that_names_both(
+    copy: Callable[[str], Path],
+) -> None:
+    source = copy("orbax-0.12.8-v0")
+
+    def twice(document: Any) -> None:
+        tree = document["tree_metadata"]
+        leaf = {
+            **tree["('step',)"],
+            "key_metadata": [{"key": "params.layers", "key_type": 2}],
+        }
+        leaf["key_metadata"] += [{"key": "0.bias", "key_type": 2}]
+        tree["('params.layers', '0.bias')"] = leaf
+
+    change(source / "_METADATA", twice)
+    with pytest.raises(CorruptCheckpoint) as caught:
+        megackpt.load_plain_tensors(source)
+    assert "('params', 'layers', '0', 'bias')" in str(caught.value)
+    assert "('params.layers', '0.bias')" in str(caught.value)
+
+
+def test_a_conversion_into_orbax_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="orbax"):
+        megackpt.convert(GOLDEN / GOLDENS[0], tmp_path / "out", "orbax")
+    with pytest.raises(CheckpointingException, match="orbax"):
+        megackpt.save({"a": 1}, tmp_path / "out", "orbax")
+
+
+def test_an_unfinished_save_is_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "7.orbax-checkpoint-tmp"
+    shutil.copytree(GOLDEN / GOLDENS[0], folder)
+    with pytest.raises(NotACheckpoint):
+        megackpt.load_plain_tensors(folder)
+
+
+def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("0", "100"):
+        shutil.copytree(GOLDEN / GOLDENS[0], tmp_path / name)
+    with pytest.raises(NotACheckpoint):
+        megackpt.load_plain_tensors(tmp_path)
+
+
+# The endpoint ----------------------------------------------------------------------------------------------------
+
+
+def test_the_endpoint_serves_one_checkpoint_and_ends_with_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import urllib.error
+    import urllib.request
+
+    monkeypatch.setattr(arrays, "_IDLE_SECONDS", 0.0)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "file").write_bytes(b"0123456789")
+    (tmp_path / "secret").write_bytes(b"secret")
+    with arrays.session(LocalStorage(tmp_path / "in")) as session:
+        url = session.endpoint.url
+        host = url.split("/")[2]
+        ask = urllib.request.Request(f"{url}file", headers={"Range": "bytes=2-4"})
+        with urllib.request.urlopen(ask) as answer:
+            assert answer.status == 206
+            assert answer.read() == b"234"
+        with urllib.request.urlopen(f"{url}file") as answer:
+            assert answer.read() == b"0123456789"
+        for other in (
+            f"{url}../secret",
+            f"{url}%2e%2e/secret",
+            f"http://{host}/file",
+            f"http://{host}/",
+            f"{url}/etc/passwd",
+        ):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(other)
+            assert caught.value.code == 403, other
+            caught.value.close()
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{url}nothing")
+        assert caught.value.code == 404
+        caught.value.close()
+    for _ in range(100):
+        if session.endpoint.socket.fileno() < 0:
+            break
+        threading.Event().wait(0.1)
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"{url}file")
+    assert not arrays._sessions
+
+
+def test_a_proxy_of_the_environment_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with pytest.raises(BackendError, match="no_proxy"):
+        megackpt.load_plain_tensors(GOLDEN / GOLDENS[0])
+    monkeypatch.setenv("no_proxy", endpoint._HOST)
+    assert megackpt.load_plain_tensors(GOLDEN / GOLDENS[0])
