@@ -15,6 +15,7 @@ from megackpt.huggingface.key_tables import (
     bert,
     gemma,
     llama,
+    maxtext_llama,
     mixtral,
     qwen2,
     qwen3,
@@ -22,6 +23,7 @@ from megackpt.huggingface.key_tables import (
 )
 from megackpt.huggingface.rules import (
     Fuse,
+    LayerKernel,
     Name,
     Padded,
     Part,
@@ -43,6 +45,7 @@ else:  # It needs torch. Conversions and exports do without.
 
 __all__ = [
     "Fuse",
+    "LayerKernel",
     "Name",
     "Padded",
     "Part",
@@ -58,6 +61,7 @@ __all__ = [
     "gemma",
     "link",
     "llama",
+    "maxtext_llama",
     "mixtral",
     "qwen2",
     "qwen3",

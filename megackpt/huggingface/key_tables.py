@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megackpt.errors import MismatchError
-from megackpt.huggingface.rules import Fuse, Padded, Theirs, Tied
+from megackpt.huggingface.rules import (
+    Fuse,
+    LayerKernel,
+    Padded,
+    Theirs,
+    Tied,
+    Transpose,
+)
 
 Rules = dict[str, Theirs | None]
 
@@ -111,6 +118,61 @@ def gemma(config: Mapping[str, Any]) -> Rules:
             f"the table gemma is for the model_type 'gemma', not {kind!r}"
         )
     return llama({"tie_word_embeddings": True, **config})
+
+
+def maxtext_llama(
+    config: Mapping[str, Any],
+    *,
+    interleaved: bool,
+    scan_layers: bool = True,
+    prefix: str = "params.params.",
+) -> Rules:
+    """Llama as MaxText stores it, by the ``config.json`` of the model of Hugging Face.
+
+    MaxText divides the query by the square root of the size of a head. A table cannot know how
+    MaxText has ordered the elements of a head: ``interleaved`` is True for its rope_type
+    "llama3.1", and False for "default". ``scan_layers`` is MaxText's option: layers are stacked
+    along axis 1. ``prefix``: the keys of the tree above "decoder". Source: AI-Hypercomputer/maxtext
+    of August 2026, ``checkpoint_conversion/utils/param_mapping.py``.
+    """
+    layers = _positive_int(config, "num_hidden_layers") * scan_layers
+    heads = _positive_int(config, "num_attention_heads")
+    size = _positive_int(config, "hidden_size") // heads
+    if config.get("head_dim") is not None:
+        size = _positive_int(config, "head_dim")
+    ours = f"{prefix}decoder.layers" + ("." if scan_layers else "_#.")
+    norm = ((0,),)
+    matrix = ((1,), (0,))
+    heads_out = ((1, 2), (0,))
+
+    def kernel(name: str, axes: Any, **more: Any) -> LayerKernel:
+        return LayerKernel(f"{_THEIRS}{name}.weight", axes, layers, **more)
+
+    attention = f"{ours}self_attention."
+    rules: Rules = {
+        "opt_state.*": None,
+        "step": None,
+        f"{prefix}token_embedder.embedding": "model.embed_tokens.weight",
+        f"{prefix}decoder.decoder_norm.scale": "model.norm.weight",
+        f"{ours}pre_self_attention_layer_norm.scale": kernel("input_layernorm", norm),
+        f"{ours}post_self_attention_layer_norm.scale": kernel(
+            "post_attention_layernorm", norm
+        ),
+        f"{attention}query.kernel": kernel(
+            "self_attn.q_proj", heads_out, alternating=interleaved, factor=size**0.5
+        ),
+        f"{attention}key.kernel": kernel(
+            "self_attn.k_proj", heads_out, alternating=interleaved
+        ),
+        f"{attention}value.kernel": kernel("self_attn.v_proj", heads_out),
+        f"{attention}out.kernel": kernel("self_attn.o_proj", ((2,), (0, 1))),
+        f"{ours}mlp.wi_0.kernel": kernel("mlp.gate_proj", matrix),
+        f"{ours}mlp.wi_1.kernel": kernel("mlp.up_proj", matrix),
+        f"{ours}mlp.wo.kernel": kernel("mlp.down_proj", matrix),
+    }
+    if not config.get("tie_word_embeddings"):
+        rules[f"{prefix}decoder.logits_dense.kernel"] = Transpose("lm_head.weight")
+    return rules
 
 
 def _with_experts(

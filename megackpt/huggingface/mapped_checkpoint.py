@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
+import ml_dtypes  # noqa: F401 - numpy's names of bfloat16 and float8
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +24,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
     TensorParts,
+    carried_dtype,
     digest_rows,
     itemsizes,
 )
@@ -65,6 +67,16 @@ def map_checkpoint(table: Table, opened: Opened) -> Opened:
                     "cast the checkpoint before"
                 )
             mapped, inside = _map_chunks(piece, chunks)
+            axis = piece.alternating
+            if axis is not None and (
+                chunks.offset[inside, axis].max(initial=0) > piece.box.offset[axis]
+                or chunks.stop[inside, axis].min() < piece.box.stop[axis]
+            ):
+                problems.append(
+                    f"{key!r} is stored in chunks that cut its axis {axis}, which has to be put "
+                    "into another order: save it with whole extents of this axis in each chunk"
+                )
+                break
             pieces[piece.key].append(piece.swapped(key, shape))
             owners += [numbered.setdefault(piece.key, len(numbered))] * len(inside)
             boxes.append(mapped)
@@ -135,10 +147,10 @@ class _MappedReader(Backend):
             key, meta = plan.manifest.tensors[chunks.tensor[chunk]]
             box = plan.boxes.row(row, len(meta.shape))
             # A chunk is a part of one piece, so one piece has the whole box.
-            piece = next(filter(None, (p.within(box) for p in self.pieces[key])))
-            inverse = piece.swapped(piece.key, piece.shape)
-            rows.append((int(plan.target[row]), piece, inverse))
-            boxes.append(piece.there)
+            whole = next(p for p in self.pieces[key] if p.within(box) is not None)
+            part = _Part.of(int(plan.target[row]), whole, box, meta)
+            rows.append(part)
+            boxes.append(part.stored)
         stored = LoadPlan(
             self.stored,
             chunks.start[plan.chunk],
@@ -154,25 +166,90 @@ class _MappedReader(Backend):
     write = finish = read_manifest = layout
 
 
-@dataclass(frozen=True, eq=False)
-class _MappedTarget(Target):
-    """Hands regions of ``into`` to the reader of the stored tensors, in their axes.
+@dataclass(frozen=True)
+class _Part:
+    """One row of a plan. ``piece`` maps regions of the mapped tensor, ``inverse`` stored regions.
 
-    ``rows``: for each row of the stored plan, the row of ``into``, the piece that it fills, and the
-    piece in the opposite direction.
+    ``stored``: the region to read. ``order``: which elements of the axis ``piece.alternating`` of
+    this region are wanted, in their order; None: all of them, in the order stored.
     """
 
-    rows: Sequence[tuple[int, Piece, Piece]]
+    row: int
+    piece: Piece
+    inverse: Piece
+    stored: Box
+    meta: TensorMeta
+    order: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, row: int, whole: Piece, box: Box, meta: TensorMeta) -> _Part:
+        piece = whole.within(box) or whole
+        inverse = piece.swapped(piece.key, piece.shape)
+        axis = piece.alternating
+        if axis is None:
+            return cls(row, piece, inverse, piece.there, meta)
+        extent = whole.there.shape[axis]
+        order = np.r_[0:extent:2, 1:extent:2]
+        first = piece.there.offset[axis] - whole.there.offset[axis]
+        order = order[first : first + piece.there.shape[axis]]
+        stored = _with_axis(piece.there, whole.there, axis)
+        return cls(row, piece, inverse, stored, meta, order)
+
+    @property
+    def is_changed(self) -> bool:
+        return self.order is not None or self.piece.factor != 1
+
+    def changed(self, box: Box, filled: NDArray[Any]) -> tuple[Box, NDArray[Any]]:
+        """The wanted elements of a stored region, in their order, and multiplied.
+
+        Their box is in the coordinates of ``piece.there``.
+        """
+        axis = self.piece.alternating
+        if self.order is not None and axis is not None:
+            filled = filled.take(self.order, axis)
+            box = _with_axis(box, self.piece.there, axis)
+        if self.piece.factor != 1:
+            dtype = np.dtype(self.meta.dtype)
+            values = filled.view(dtype).astype(np.result_type(dtype, np.float32))
+            values *= values.dtype.type(self.piece.factor)
+            filled = values.astype(dtype).view(filled.dtype)
+        return box, filled
+
+
+def _with_axis(box: Box, other: Box, axis: int) -> Box:
+    """The box with the range of another one along an axis."""
+    offset = list(box.offset)
+    shape = list(box.shape)
+    offset[axis] = other.offset[axis]
+    shape[axis] = other.shape[axis]
+    return Box(tuple(offset), tuple(shape))
+
+
+@dataclass(frozen=True, eq=False)
+class _MappedTarget(Target):
+    """Hands regions of ``into`` to the reader of the stored tensors, in their axes."""
+
+    rows: Sequence[_Part]
     into: Target
 
     def open(self, target: int, box: Box) -> NDArray[Any]:
-        row, piece, inverse = self.rows[target]
-        view: NDArray[Any] = piece.view(self.into.open(row, inverse.maps(box)))
+        part = self.rows[target]
+        if part.is_changed:
+            return np.empty(box.shape, carried_dtype(part.meta.itemsize))
+        return self._view(part, box)
+
+    def _view(self, part: _Part, box: Box) -> NDArray[Any]:
+        opened = self.into.open(part.row, part.inverse.maps(box))
+        view: NDArray[Any] = part.piece.view(opened)
         return view
 
     def close(self, target: int, box: Box, filled: NDArray[Any]) -> None:
-        row, _, inverse = self.rows[target]
-        self.into.close(row, inverse.maps(box), inverse.view(filled))
+        part = self.rows[target]
+        if part.is_changed:
+            box, changed = part.changed(box, filled)
+            filled = self._view(part, box)
+            filled[...] = changed
+        self.into.close(part.row, part.inverse.maps(box), part.inverse.view(filled))
 
     def blob(self, target: int, data: bytes) -> None:
         raise BackendError(

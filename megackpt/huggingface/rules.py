@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from megackpt.errors import ShardingError
@@ -24,6 +26,9 @@ class Piece:
     is 1. An axis here that ``axes`` does not name has the extent 1, too. ``tied``: another one of
     our tensors has the same values. ``exact``: the stored tensor must have this shape, even with
     ``allow_shape_mismatch``. ``stacked``: how many leading axes here are numbers in ``key``.
+    ``alternating``: the axis of MaxText's tensor whose even elements are the first half of the
+    Hugging Face axis, and whose odd elements are the second half. ``factor``: how many times as
+    large Hugging Face's values are.
     """
 
     box: Box
@@ -34,6 +39,8 @@ class Piece:
     tied: bool = False
     exact: bool = False
     stacked: int = 0
+    alternating: int | None = None
+    factor: float = 1.0
 
     def within(self, box: Box) -> Piece | None:
         """The part of this piece in a box; None if the piece is outside the box."""
@@ -61,7 +68,16 @@ class Piece:
         for theirs, axis in enumerate(self.axes):
             if axis is not None:
                 axes[axis] = theirs
-        return Piece(self.there, key, shape, self.box, tuple(axes), self.tied)
+        return Piece(
+            self.there,
+            key,
+            shape,
+            self.box,
+            tuple(axes),
+            self.tied,
+            alternating=self.alternating,
+            factor=self.factor,
+        )
 
     def view(self, array: Any) -> Any:
         """View an array or tensor of a region here with the axes of the tensor ``key``."""
@@ -225,6 +241,80 @@ class Part(_OfOne):
         return _move_shares(
             inner, self.axis, self.ratio, self.number, self.groups, unit, out=True
         )
+
+
+@dataclass(frozen=True)
+class LayerKernel(Rule):
+    """Our tensor has the kernels of ``layers`` layers, along axis 1, as MaxText stacks them.
+
+    Each kernel is a Hugging Face tensor, of the ``name`` with the layer's number in place of ``#``.
+    ``axes``: for each of its axes the axis of a kernel, or the two axes that are joined in it, such
+    as heads and the elements of a head. ``layers`` 0: our tensor is one kernel, and has no axis of
+    layers. ``alternating`` and ``factor``: see ``Piece``; for the last axis of a kernel.
+    """
+
+    name: str
+    axes: tuple[tuple[int, ...], ...]
+    layers: int = 0
+    alternating: bool = False
+    factor: float = 1.0
+
+    def names(self) -> Iterator[str]:
+        for layer in range(self.layers):
+            yield self.name.replace("#", str(layer))
+        if not self.layers:
+            yield self.name
+
+    def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
+        kernel = shape
+        if self.layers:
+            kernel = (*shape[:1], *shape[2:])
+        rank = sum(map(len, self.axes))
+        if len(kernel) != rank or (self.layers and shape[1] != self.layers):
+            raise ShardingError(
+                f"shape {shape} is not of {self.layers} layers of {rank} axes"
+            )
+        theirs = tuple(math.prod(kernel[a] for a in joined) for joined in self.axes)
+        outer = [joined[0] for joined in self.axes if len(joined) > 1]
+        inner = tuple(joined[-1] for joined in self.axes)
+        result = []
+        for name, layer in zip(self.names(), range(max(1, self.layers)), strict=True):
+            for index in product(*(range(kernel[axis]) for axis in outer)):
+                offset = [0] * rank
+                extent = list(kernel)
+                for axis, number in zip(outer, index, strict=True):
+                    offset[axis] = number
+                    extent[axis] = 1
+                begin = tuple(
+                    offset[joined[0]] * kernel[joined[-1]] if len(joined) > 1 else 0
+                    for joined in self.axes
+                )
+                piece = Piece(
+                    Box(tuple(offset), tuple(extent)),
+                    naming(name),
+                    theirs,
+                    Box(begin, tuple(kernel[axis] for axis in inner)),
+                    inner,
+                    exact=True,
+                    alternating=rank - 1 if self.alternating else None,
+                    factor=self.factor,
+                )
+                if self.layers:
+                    piece = _in_layer(piece, layer)
+                result.append(piece)
+        return result
+
+
+def _in_layer(piece: Piece, layer: int) -> Piece:
+    """The piece of one kernel, in the tensor of all layers."""
+    offset = piece.box.offset
+    extent = piece.box.shape
+    box = Box((*offset[:1], layer, *offset[1:]), (*extent[:1], 1, *extent[1:]))
+    axes = tuple(None if a is None else a + (a > 0) for a in piece.axes)
+    alternating = piece.alternating
+    if alternating is not None:
+        alternating += 1
+    return replace(piece, box=box, axes=axes, alternating=alternating)
 
 
 def as_rule(theirs: Theirs) -> Rule:

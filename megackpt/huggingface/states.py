@@ -11,6 +11,7 @@ import torch
 
 from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
+from megackpt.errors import ShardingError
 from megackpt.huggingface.rules import Piece
 from megackpt.huggingface.table_links import Table, TensorId, link
 from megackpt.planning.box import Box, Boxes
@@ -50,6 +51,11 @@ def as_huggingface(
         ]
         linked = {}
         for tensor, pieces in link(table, tensors).items():
+            if any(p.alternating is not None or p.factor != 1 for p in pieces):
+                raise ShardingError(
+                    f"{tensor[0]!r}: the table changes its values or their order, which "
+                    "conversions do, and loads into a model do not"
+                )
             linked[tensor] = pieces, Boxes.of(piece.box for piece in pieces)
         result: ShardedStateDict = tree.dict_list_map_outplace(
             partial(_adapt, linked), sharded_state_dict

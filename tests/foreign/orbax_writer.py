@@ -240,6 +240,44 @@ def processes(folder: Path, rank: int, port: int) -> None:
             jax.tree.map(_whole, tree)
 
 
+def large(folder: Path, version: str, size: int, chunk: int) -> None:
+    """Arrays of 64 MiB, ``size`` MiB together, in chunks of ``chunk`` MiB."""
+    rows = np.random.default_rng(1).standard_normal((4096, 4096)).astype(np.float32)
+    # Rows of few bits, which compress.
+    rows[::2] = rows[::2].round(1)
+    tree = {
+        f"w{number}": sharded(np.roll(rows, number, 0), "x")
+        for number in range(size // 64)
+    }
+    if version == "v0":
+        args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=chunk << 20), tree)
+        tree_save(folder, tree, save_args=args)
+        return
+    saving = v1.options.ArrayOptions.Saving
+    storage = saving.StorageOptions(chunk_byte_size=chunk << 20)
+    options = v1.options.ArrayOptions(saving=saving(storage_options=storage))
+    with v1.Context(array_options=options):
+        v1.save(folder, tree)
+
+
+def state(folder: Path, file: Path) -> None:
+    """A state of MaxText: tensors of a torch file, by keys with dots, and a little more."""
+    tensors = torch.load(file)
+    flat = {
+        tuple(key.split(".")): sharded(tensor.numpy(), "x")
+        if tensor.ndim > 2
+        else tensor.numpy()
+        for key, tensor in tensors.items()
+    }
+    tree = ocp.tree.from_flat_dict(flat)
+    tree |= {"opt_state": {"mu": jnp.ones(3), "nu": None}, "step": np.array(5)}
+    with ocp.CheckpointManager(folder.parent / "run", item_names=("items",)) as manager:
+        items = ocp.args.Composite(items=ocp.args.PyTreeSave(tree))
+        manager.save(5, args=items)
+        manager.wait_until_finished()
+    (folder.parent / "run" / "5").rename(folder)
+
+
 def _whole(leaf: Any) -> Any:
     from jax.experimental import multihost_utils
 
@@ -252,6 +290,12 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if sys.argv[2] == "--rank":
         processes(folder, int(sys.argv[3]), int(sys.argv[4]))
+        return
+    if sys.argv[2] == "--large":
+        large(folder, sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+        return
+    if sys.argv[2] == "--state":
+        state(folder, Path(sys.argv[3]))
         return
     for kind in sys.argv[2:]:
         save, make, expect = KINDS[kind]
