@@ -29,7 +29,9 @@ from megackpt.errors import (
 )
 from megackpt.storage import LocalStorage
 from tests.bits import assert_same
-from tests.foreign.bars import check_conversions, check_layouts
+from tests.buckets import Bucket
+from tests.converter.test_memory import peak
+from tests.foreign.bars import TARGETS, check_conversions, check_layouts
 from tests.ports import unused_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -183,6 +185,32 @@ def test_an_interrupted_conversion_is_resumed(
         assert_same(found[key], tensor, key)
 
 
+LIMIT = 512 << 20
+
+
+@pytest.mark.orbax
+@pytest.mark.parametrize("version", ["v0", "v1"])
+@pytest.mark.parametrize(
+    ("size", "cap"),
+    [
+        pytest.param(256, 192 << 20, marks=pytest.mark.slow),
+        pytest.param(4096, LIMIT, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_conversion_keeps_its_limit_of_memory(
+    tmp_path: Path, version: str, size: int, cap: int
+) -> None:
+    source = tmp_path / "source"
+    arguments = [str(source), "--large", version, str(size), "8"]
+    assert not written_by_orbax(*arguments).wait()
+    formats = ("torch_dist",) if size == 256 else TARGETS
+    for to in formats:
+        taken = peak(source, tmp_path / to, to, cap)
+        print(f"{version}, {size} MiB to {to}: {taken >> 20} MiB")
+        assert taken <= cap
+        shutil.rmtree(tmp_path / to)
+
+
 # The golden checkpoints: these tests need no orbax ---------------------------------------------------------------
 
 
@@ -191,6 +219,19 @@ def test_golden_checkpoints(name: str, tmp_path: Path) -> None:
     check(GOLDEN / name)
     assert megackpt.load_common_state_dict(GOLDEN / name) == VALUES
     check_conversions(GOLDEN / name, expected(GOLDEN / name), tmp_path)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_checkpoints_in_a_bucket_are_read_in_place(bucket: Bucket, name: str) -> None:
+    for file in (GOLDEN / name).rglob("*"):
+        if file.is_file():
+            key = f"run/{file.relative_to(GOLDEN / name)}"
+            bucket.client.put_object(
+                Bucket=bucket.name, Key=key, Body=file.read_bytes()
+            )
+    check_layouts(f"{bucket.url}/run", expected(GOLDEN / name))  # type: ignore[arg-type]
+    assert megackpt.load_common_state_dict(f"{bucket.url}/run") == VALUES
+    assert megackpt.verify(f"{bucket.url}/run").ok
 
 
 @pytest.fixture

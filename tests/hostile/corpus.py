@@ -22,6 +22,7 @@ for _part in (
     "zarr_foreign",
     "safetensors_headers",
     "deepspeed",
+    "orbax",
 ):
     import_module(f"tests.hostile.cases.{_part}")
 

@@ -22,6 +22,7 @@ import megackpt
 import megackpt.zarr_dtypes
 from megackpt import ShardedObject, ShardedTensor, Strategy
 from tests.foreign import deepspeed_files
+from tests.hostile import orbax_files
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DCP = runpy.run_path(str(GOLDEN / "make_layout_c.py"))
@@ -251,6 +252,10 @@ MAKERS: Mapping[str, tuple[str, Any]] = {
         lambda folder: saved(folder, Strategy("safetensors", options={"shards": 2})),
     ),
     "one safetensors": ("safetensors", one_safetensors),
+    "orbax": ("orbax", copied("orbax-0.12.8-v0")),
+    "orbax plain": ("orbax", copied("orbax-0.12.8-v0-plain")),
+    "orbax made": ("orbax", orbax_files.made),
+    "orbax msgpack": ("orbax", orbax_files.only_msgpack),
     "torch": ("torch", torch_file),
     "bins": ("torch", bins),
     "zero2": (

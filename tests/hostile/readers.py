@@ -72,6 +72,8 @@ class Told:
         )  # libc, which is loaded already
         # The process in which zarr-python decodes chunks.
         own |= event == "subprocess.Popen" and "decoding_process" in str(arguments[1])
+        # The endpoint from which tensorstore reads orbax.
+        own |= event == "socket.bind" and arguments[1] == ("127.0.0.1", 0)
         if event in FORBIDDEN and not own:
             self.events.append(f"{event} {str(arguments)[:200]}")
         if event == "open" and isinstance(arguments[0], str | bytes):

@@ -105,7 +105,7 @@ class Orbax(ReadOnlyBackend):
         decoded = np.maximum(1, 2 * chunks.length)
         raw = [file.rpartition("/")[2] == AGGREGATE for file in manifest.files]
         is_object = itemsizes(manifest.tensors)[chunks.tensor] == 0
-        return np.where(np.array(raw)[chunks.file] & ~is_object, 0, decoded)
+        return np.where(np.array(raw, np.bool_)[chunks.file] & ~is_object, 0, decoded)
 
     def read_manifest(self, root: Storage) -> Manifest:
         found = Contents(root)

@@ -149,7 +149,7 @@ class Session:
                 raise StorageError(
                     f"{self._root.location}: {what}: {cause!r}"
                 ) from cause
-            reason = str(error).partition(" [")[0]
+            reason = str(error).partition(" [source")[0]
             reason = reason.replace(self.endpoint.url, f"{self._root.location}/")
             raise CorruptCheckpoint(
                 f"{self._root.location}: {what} cannot be read: {reason:.500}"

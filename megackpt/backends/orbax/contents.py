@@ -40,8 +40,8 @@ _SPARSE = 16
 """Chunks of a checkpoint: at most _MOST_CHUNKS more than _SPARSE times the files of chunks."""
 
 _OWN = re.compile(
-    r"_(CHECKPOINT_)?METADATA|_sharding|_strings\.json|array_metadatas|checkpoint|commit_success\.txt"
-    r"|d|manifest\.ocdbt|ocdbt[._][\w.]+|orbax\.checkpoint"
+    r"_(CHECKPOINT_)?METADATA|_sharding|_strings\.json|array_metadatas|checkpoint"
+    r"|commit_success\.txt|d|manifest\.ocdbt|ocdbt[._][\w.]+|orbax\.checkpoint"
 )
 """Entries that orbax makes beside the folders of items and arrays."""
 _DOCUMENTS = {driver: file for file, driver in DRIVERS.items()}
@@ -86,8 +86,6 @@ class Contents:
                 boxes,
                 [(p.file, p.start, p.length) for p in places],
             )
-        if tree.arrays is not None and not tree.arrays:
-            return
         with session(self.root) as opened:
             self._arrays(opened, item, prefix, tree, fill)
 
@@ -208,6 +206,8 @@ class Contents:
 
     def manifest(self, version: int) -> Manifest:
         """Raises CorruptCheckpoint with all problems."""
+        if not self.entries and not self.problems:
+            self.problems.append(f"its {TREE} names no leaves")
         if self.problems:
             raise CorruptCheckpoint(
                 f"{self.root.location} cannot be read: {join_truncated(self.problems)}"

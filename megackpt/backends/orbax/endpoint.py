@@ -17,7 +17,8 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -42,7 +43,7 @@ _ZSTD_SMALLEST = 4 << 10
 """Bytes that a block of zstd counts for at least, so that the number of blocks is bounded."""
 
 
-class Endpoint(ThreadingHTTPServer):
+class Endpoint(ThreadingTCPServer):
     """A server of the files of one checkpoint, until ``is_needed`` returns False.
 
     ``url`` has an unguessable path. ``errors`` has the errors of the storage: tensorstore reports
@@ -64,7 +65,7 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__((_HOST, 0), _Handler)
         self.root = root
         self.secret = secrets.token_urlsafe(16)
-        self.url = f"http://{_HOST}:{self.server_port}/{self.secret}/"
+        self.url = f"http://{_HOST}:{self.server_address[1]}/{self.secret}/"
         self.errors: list[Exception] = []
         self.largest = _NODE_BYTES
         self._open: set[socket.socket] = set()

@@ -24,9 +24,12 @@ STEP = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 
 _STRINGS = "_strings.json"
+_PROCESS = "ocdbt.process_"
+"""A folder of what one process has written. The manifest above it merges all of them."""
 _PLACEHOLDER = "PLACEHOLDER://"
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
 _EMPTY["NamedTuple"] = ()
+_MOST_ITEMS = 64
 _DOCUMENT_BYTES = 1 << 27
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
@@ -61,9 +64,11 @@ def find_items(root: Storage) -> list[Item]:
     names = root.list()
     if {TREE, MANIFEST} & {*names} or (AGGREGATE in names and _has_msgpack(root, "")):
         return [Item("", "", MANIFEST in names)]
-    found = []
+    found: list[Item] = []
+    if STEP not in names and len(names) > _MOST_ITEMS:
+        return found  # as of zarr: a folder of many arrays, which nobody wants to look through
     for name in names:
-        if root.size(name) is not None:
+        if root.size(name) is not None or name.startswith(_PROCESS):
             continue
         inside = root.list(name)
         if STEP in inside and STEP not in names:
@@ -75,21 +80,22 @@ def find_items(root: Storage) -> list[Item]:
 
 def _has_msgpack(root: Storage, path: str) -> bool:
     """Does AGGREGATE begin with a map? Programs of TensorFlow have a text file of this name."""
-    if not root.size(f"{path}{AGGREGATE}"):
-        return False
     first = bytearray(1)
-    with root.open(f"{path}{AGGREGATE}") as reader:
-        reader.read_into(0, [memoryview(first)])
+    if root.size(f"{path}{AGGREGATE}"):
+        with root.open(f"{path}{AGGREGATE}") as reader:
+            reader.read_into(0, [memoryview(first)])
     return first[0] >> 4 == 8 or first[0] in (0xDE, 0xDF)
 
 
 def read_tree(root: Storage, item: Item) -> Tree:
     """Raises CorruptCheckpoint for documents that are damaged, and for two leaves of one name."""
     tree = Tree()
-    if root.size(item.path + TREE) is not None:
+    # By the list: a document that is a link has no size, and is an error.
+    names = root.list(item.path.rstrip("/"))
+    if TREE in names:
         tree.arrays = {}
         _read_metadata(root, item, tree, tree.arrays)
-    if root.size(item.path + AGGREGATE) is not None and _has_msgpack(root, item.path):
+    if AGGREGATE in names and _has_msgpack(root, item.path):
         if tree.arrays is None:
             tree.arrays = {}
             tree.file = AGGREGATE
@@ -100,6 +106,8 @@ def read_tree(root: Storage, item: Item) -> Tree:
 def _document(root: Storage, name: str) -> Any:
     try:
         return json.loads(root.get(name, _DOCUMENT_BYTES))
+    except FileNotFoundError as error:
+        raise CorruptCheckpoint(f"{root.location}/{name} is missing") from error
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{root.location}/{name} is damaged: {error}"
