@@ -178,6 +178,14 @@ def parts() -> Tree:
     return {"params": arrays(1), "opt": {"mu": arrays(2)["params"]}}
 
 
+def one() -> Tree:
+    return np.arange(4.0)
+
+
+def one_expected(tree: Tree) -> dict[str, torch.Tensor]:
+    return {"value": torch.from_numpy(tree)}
+
+
 def small() -> Tree:
     wide = np.arange(221, dtype=np.float32).reshape(17, 13)
     return {"a": {"w": wide, "b": np.ones(4, ml_dtypes.bfloat16)}}
@@ -211,6 +219,8 @@ KINDS: Mapping[str, tuple[Write, Callable[[], Tree], Callable[[Tree], Any]]] = {
     "v0 chunks": (small_chunks, arrays, expected),
     "v0 zarr3 chunks": (lambda f, t: small_chunks(f, t, use_zarr3=True), arrays, expected),
     "v0 without metadata": (without_metadata, arrays, expected),
+    "v0 one array": (tree_save, one, one_expected),
+    "v0 plain one array": (lambda f, t: tree_save(f, t, use_ocdbt=False), one, one_expected),
     "v0 aggregated": (aggregated, old, lambda t: expected(t["placed"]) | expected(t["inline"])),
     "v0 msgpack": (only_msgpack, small, expected),
     "v1": (first, leaves, expected),

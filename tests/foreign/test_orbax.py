@@ -40,7 +40,7 @@ GOLDENS = ("orbax-0.12.8-v0", "orbax-0.12.8-v0-plain", "orbax-0.12.8-v1")
 KINDS = (
     *("v0", "v0 standard", "v0 manager", "v0 composite", "v0 plain", "v0 zarr3"),
     *("v0 plain zarr3", "v0 chunks", "v0 zarr3 chunks", "v0 without metadata"),
-    *("v0 aggregated", "v0 msgpack"),
+    *("v0 aggregated", "v0 msgpack", "v0 one array", "v0 plain one array"),
     *("v1", "v1 zarr", "v1 plain", "v1 checkpointables"),
 )
 PROCESSES = ("v0 processes", "v1 processes")

@@ -175,7 +175,7 @@ def _read_regions(opened: Session, items: list[ReadItem], into: Target) -> None:
     folder, _, last = file.rpartition("/")
     name = key[start // 2 :]
     path = f"{folder}/" if folder else ""
-    if last != MANIFEST:
+    if name and last != MANIFEST:
         path = path.removesuffix(f"{name}/")
     item = Item("", path, last == MANIFEST)
     array = opened.array(item, name, bool(start % 2), DRIVERS.get(last, ""))

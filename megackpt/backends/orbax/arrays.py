@@ -70,8 +70,10 @@ class Session:
 
     def _is_needed(self) -> bool:
         with _lock:
-            idle = time.monotonic() - self.used_at
-            if self.users or (idle < _IDLE_SECONDS and not self.endpoint.errors):
+            is_kept = _sessions.get(id(self._root)) is self
+            if time.monotonic() - self.used_at > _IDLE_SECONDS:
+                is_kept = False
+            if self.users or is_kept:
                 return True
             self.forget()
             return False

@@ -44,6 +44,8 @@ _OWN = re.compile(
     r"|commit_success\.txt|d|manifest\.ocdbt|ocdbt[._][\w.]+|orbax\.checkpoint"
 )
 """Entries that orbax makes beside the folders of items and arrays."""
+ONE = "value"
+"""The key of a tree that is one array."""
 _DOCUMENTS = {driver: file for file, driver in DRIVERS.items()}
 _AT_ONCE = 256
 """Arrays that are opened at a time."""
@@ -135,7 +137,7 @@ class Contents:
         count: int,
         driver: str,
     ) -> None:
-        key = prefix + name
+        key = prefix + (name or ONE)
         shape = tuple(array.shape)
         dtype = array.dtype.name
         layout = array.chunk_layout
@@ -176,8 +178,9 @@ class Contents:
         )[1]
         file = f"{item.path}{MANIFEST}"
         if not item.ocdbt:
-            file = f"{item.path}{name}/{_DOCUMENTS[driver]}"
-        place = file, 2 * len(prefix) + fill, nbytes
+            folder = f"{name}/" if name else ""
+            file = f"{item.path}{folder}{_DOCUMENTS[driver]}"
+        place = file, 2 * (len(key) - len(name)) + fill, nbytes
         self._tensor(item, key, TensorMeta(shape, dtype), boxes, [place] * len(boxes))
 
     def _tensor(
