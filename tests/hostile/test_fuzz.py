@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -18,6 +19,7 @@ from megackpt import serialization
 from megackpt.backends import weight_maps
 from megackpt.backends.archives import check_archive, load_structure
 from megackpt.backends.base import read_config
+from megackpt.backends.orbax import Orbax
 from megackpt.backends.safetensors import Safetensors
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.backends.torch_file import TorchFile
@@ -29,6 +31,8 @@ from megackpt.errors import CheckpointingException
 from megackpt.serialization.inspection import look
 from megackpt.storage import LocalStorage, digest
 from tests.hostile import healthy
+from tests.hostile.ocdbt import MANIFEST, NODE, envelope
+from tests.hostile.orbax_files import DATABASE
 from tests.hostile.pickles import BOMBS, QUIET, RUNNING, archive, whole
 
 Parse = Callable[[bytes], object]
@@ -258,6 +262,22 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
             read_index,
         ),
     ),
+    "a tree of orbax": (
+        lambda: (bytes_of("orbax made", "_METADATA"),),
+        lambda: in_place("orbax made", "_METADATA", Orbax().read_manifest),
+    ),
+    "msgpack of orbax": (
+        lambda: (bytes_of("orbax msgpack", "checkpoint"),),
+        lambda: in_place("orbax msgpack", "checkpoint", Orbax().read_manifest),
+    ),
+    "a manifest of OCDBT": (
+        lambda: (bytes_of("orbax made", "manifest.ocdbt")[14:-4],),
+        lambda: partial(in_ocdbt, "manifest", MANIFEST),
+    ),
+    "a node of OCDBT": (
+        lambda: (DATABASE.leaf(),),
+        lambda: partial(in_ocdbt, "node", NODE),
+    ),
     "the mark of a save": (
         lambda: (
             json.dumps(
@@ -274,6 +294,15 @@ PARSERS: Mapping[str, tuple[Callable[[], tuple[bytes, ...]], Callable[[], Parse]
         lambda: in_marker,
     ),
 }
+
+
+def in_ocdbt(part: str, magic: int, data: bytes) -> object:
+    """The body of a part of OCDBT, with a length and a crc32c that are right."""
+    folder = BASE / "ocdbt"
+    if not folder.is_dir():
+        shutil.copytree(made("orbax made"), folder)
+    DATABASE.but(**{part: lambda _: envelope(magic, data)}).write(folder)
+    return Orbax().read_manifest(LocalStorage(folder))
 
 
 def in_marker(data: bytes) -> object:
