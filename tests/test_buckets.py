@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor
 from megackpt.__main__ import main
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
-from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
+from megackpt.errors import (
+    BackendError,
+    CheckpointExists,
+    CorruptCheckpoint,
+    StorageError,
+)
 from megackpt.storage import BucketStorage
 from megackpt.testing import ThreadedGroup
 from tests.buckets import Bucket, Line
@@ -138,21 +144,171 @@ def test_the_command_line(
 
 
 @pytest.mark.parametrize("strategy", ["safetensors", "torch"])
-def test_formats_that_fill_files_at_several_places_are_refused(
+def test_files_are_written_from_front_to_back(
     tmp_path: Path, bucket: Bucket, url: str, strategy: str
 ) -> None:
-    saved(tmp_path / "local", "torch_dist", 1, 1, 1)
-    refused = BackendError if strategy == "torch" else StorageError
-    with pytest.raises(refused, match=r"[Ss]ave as .?torch_dist.? or"):
-        saved(url, strategy, 1, 1, 1)
-    with pytest.raises(StorageError, match="save as torch_dist or zarr"):
-        megackpt.convert(tmp_path / "local", url, strategy, state=False)
-    ending = {"safetensors": "safetensors", "torch": "pt"}[strategy]
-    with pytest.raises(BackendError, match="to file systems only"):
+    """As a directory: the common state and objects, several files, tensors of several cells."""
+    saved(tmp_path / "local", "torch_dist", 2, 1, 1)
+    megackpt.convert(tmp_path / "local", url, strategy)
+    expect(url, 2, 1, 1)
+    assert megackpt.verify(url).ok
+    megackpt.save(large(), tmp_path / "large")
+    folder = f"{bucket.url}/large"
+    shards = {"safetensors": 3, "torch": None}[strategy]
+    megackpt.convert(tmp_path / "large", folder, strategy, shards=shards)
+    assert megackpt.verify(folder).ok
+    found = megackpt.load_plain_tensors(folder)
+    for key, shard in large().items():
+        assert torch.equal(found[key], shard.data), key
+    assert bucket.uploads() == []
+
+
+def copy_of(bucket: Bucket, key: str, path: Path) -> Path:
+    bucket.client.download_file(bucket.name, key, str(path))
+    return path
+
+
+def loaded_by_its_library(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True)
+    return load_file(path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_one_object(tmp_path: Path, bucket: Bucket, name: str) -> None:
+    """It appears when it is complete, and is replaced only if the caller asks for that."""
+    strategy = {".pt": "torch"}.get(Path(name).suffix, "safetensors")
+    url = f"{bucket.url}/run/{name}"
+    local = tmp_path / "local"
+    megackpt.save(large(blank=True), local)
+    megackpt.convert(local, url, strategy, state=False)
+    megackpt.save(large(), local)
+    with pytest.raises(CheckpointExists, match="overwrite=True"):
+        megackpt.convert(local, url, strategy, state=False)
+    steps = []
+    done = megackpt.convert(
+        local,
+        url,
+        strategy,
+        overwrite=True,
+        state=False,
+        progress=lambda *step: steps.append(step),
+    )
+    assert done.target == url
+    assert steps[-1] == (1 << 26, 1 << 26)
+    assert bucket.keys() == [f"run/{name}"]
+    assert bucket.uploads() == []
+    copy = copy_of(bucket, f"run/{name}", tmp_path / name)
+    found = loaded_by_its_library(copy)
+    assert found.keys() == large().keys()
+    for key, shard in large().items():
+        assert torch.equal(found[key], shard.data), key
+    megackpt.convert(local, tmp_path / f"local-{name}", strategy, state=False)
+    assert copy.read_bytes() == (tmp_path / f"local-{name}").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
+def test_one_small_object_is_replaced(
+    tmp_path: Path, bucket: Bucket, name: str
+) -> None:
+    strategy = {".pt": "torch"}.get(Path(name).suffix, "safetensors")
+    for value in (1.0, 2.0):
+        weight = ShardedTensor.from_rank_offsets("w", torch.full((3,), value))
+        megackpt.save({"w": weight}, tmp_path / "local")
         megackpt.convert(
-            tmp_path / "local", f"{bucket.url}/model.{ending}", strategy, state=False
+            tmp_path / "local",
+            f"{bucket.url}/{name}",
+            strategy,
+            overwrite=True,
+            state=False,
         )
+        found = loaded_by_its_library(copy_of(bucket, name, tmp_path / name))
+        assert torch.equal(found["w"], weight.data)
+
+
+def test_one_object_that_another_job_writes_meanwhile_stays(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    small = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3))}
+    for name, state in (("large", large()), ("small", small)):
+        megackpt.save(state, tmp_path / name)
+        other = f"{name}.safetensors"
+
+        def write_too(done: int, total: int, key: str = other) -> None:
+            bucket.client.put_object(Bucket=bucket.name, Key=key, Body=b"other")
+
+        with pytest.raises(StorageError, match="an object of that name exists"):
+            megackpt.convert(
+                tmp_path / name,
+                f"{bucket.url}/{other}",
+                "safetensors",
+                state=False,
+                progress=write_too,
+            )
+        assert BucketStorage(bucket.url).get(other) == b"other"
+    assert bucket.uploads() == []
+
+
+def test_one_object_cannot_be_read_before_it_appears(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    megackpt.save(large(), tmp_path / "local")
+    with pytest.raises(BackendError, match="leave out verify_target"):
+        megackpt.convert(
+            tmp_path / "local",
+            f"{bucket.url}/x.safetensors",
+            "safetensors",
+            state=False,
+            verify_target=True,
+        )
+    assert bucket.keys() == []
+
+
+def test_a_failed_conversion_leaves_no_object_and_no_upload(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    megackpt.save(large(), tmp_path / "local")
+    file = tmp_path / "local" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[-(1 << 20)] ^= 1
+    file.write_bytes(data)
+    for target in ("x.safetensors", "x.pt", "folder"):
+        strategy = "torch" if target == "x.pt" else "safetensors"
+        with pytest.raises(CorruptCheckpoint):
+            megackpt.convert(
+                tmp_path / "local", f"{bucket.url}/{target}", strategy, state=False
+            )
     assert held(bucket) == []
+    assert bucket.uploads() == []
+
+
+def test_a_compressed_source_with_cells_across_the_rows(
+    tmp_path: Path, bucket: Bucket
+) -> None:
+    """The cells of the file are other ones than the chunks that can only be read whole."""
+    weight = torch.arange(4096 * 1024, dtype=torch.float32).reshape(1024, 4096)
+    parts = [
+        ShardedTensor.from_rank_offsets("w", part.contiguous(), (1, i, 4))
+        for i, part in enumerate(weight.chunk(4, 1))
+    ]
+    megackpt.save({"w": parts}, tmp_path / "local", Zarr(compression="zstd"))
+    for strategy in ("safetensors", "torch"):
+        url = f"{bucket.url}/{strategy}"
+        megackpt.convert(tmp_path / "local", url, strategy)
+        assert torch.equal(megackpt.load_plain_tensors(url)["w"], weight)
+
+
+def test_a_save_by_one_process_fills_a_file_in_order(bucket: Bucket, url: str) -> None:
+    megackpt.save(large() | {"iteration": 7}, url, "safetensors")
+    found = megackpt.load_plain_tensors(url)
+    for key, shard in large().items():
+        assert torch.equal(found[key], shard.data), key
+    with pytest.raises(StorageError, match="save as torch_dist or zarr, and convert"):
+        saved(f"{bucket.url}/columns", "safetensors", 2, 1, 1)
+    with pytest.raises(BackendError, match="Save as 'torch_dist'"):
+        saved(f"{bucket.url}/other", "torch", 1, 1, 1)
+    assert {key.split("/")[0] for key in held(bucket)} == {url.split("/")[3]}
+    assert bucket.uploads() == []
 
 
 @pytest.mark.parametrize("strategy", [*FORMATS, "safetensors", "torch"])

@@ -3,13 +3,12 @@ the result.
 
 Such a format knows beforehand where each tensor begins (``Layout.places``). Ranks write their parts
 to these places, run by run. When all have written, the coordinator checks that the parts fill each
-tensor, and reads the tensors once for their digests, and for a checksum if the format has one.
+tensor, and reads the tensors that several ranks wrote once for their digests.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +27,6 @@ from megackpt.planning.manifest import (
     Location,
     Manifest,
     SavePlan,
-    ShardId,
     TensorEntry,
     TensorMeta,
     TensorParts,
@@ -56,8 +54,13 @@ def byte_runs(box: Box, meta: TensorMeta) -> tuple[int, Iterator[int]]:
     return math.prod(box.shape[outer:]) * meta.itemsize, starts
 
 
-def write_tensors(root: Storage, plan: SavePlan, data: Source) -> dict[int, WrittenRow]:
-    """Write the rows that are tensors to their places, durably."""
+def write_tensors(
+    root: Storage, plan: SavePlan, data: Source, heads: Mapping[str, bytes]
+) -> dict[int, WrittenRow]:
+    """Write the rows that are tensors to their places, durably.
+
+    ``heads``: file to its first bytes, for storage that writes files ``in_order``.
+    """
     if plan.places is None:
         raise BackendError(
             "this format writes to known places: plan with plan_for_backend"
@@ -74,12 +77,19 @@ def write_tensors(root: Storage, plan: SavePlan, data: Source) -> dict[int, Writ
             row = part[number]
             written[row] = _write_row(updater, plan, row, places[row], data)
 
-    # The sort is stable: rows of a file stay ordered by size, large ones first.
-    rows = sorted(places, key=lambda row: places[row].file)
-    for file, group in groupby(rows, lambda row: places[row].file):
+    def order(row: int) -> tuple[str | int, ...]:
+        place = places[row]
+        return place.file, place.start, *plan.boxes.offset[row].tolist()
+
+    for file, group in groupby(sorted(places, key=order), lambda row: places[row].file):
         part = list(group)
         with root.update(file) as updater:
-            run_in_threads(len(part), work)
+            if root.in_order:
+                updater.expect(sum(map(plan.lengths.item, part)))
+                updater.write_at(0, [memoryview(heads.get(file, b""))])
+                work(iter(range(len(part))))
+            else:
+                run_in_threads(len(part), work)
     return written
 
 
@@ -163,46 +173,29 @@ def merge_pieces(
     return merged, np.flatnonzero(writers < 0)
 
 
-def compute_digests(
-    root: Storage, manifest: Manifest, rows: Int64, crc: bool = False
-) -> tuple[Manifest, dict[int, int]]:
-    """The manifest with digests of these chunks, which are read once; and their CRC-32, or 0.
-
-    Raises CorruptCheckpoint if one rank wrote all of a chunk, and something else is read.
-    """
+def compute_digests(root: Storage, manifest: Manifest, rows: Int64) -> Manifest:
+    """The manifest with digests of these chunks, which are read once."""
     chunks = manifest.chunks
     digests = chunks.digests.copy()
     bounds = chunks.block_bounds
-    checksums: dict[int, int] = {}
     if not len(rows):
-        return manifest, checksums
+        return manifest
     # Chunks in file order, in parts of one file and about a window.
     order = rows[np.lexsort((chunks.start[rows], chunks.file[rows]))]
     window = np.cumsum(chunks.length[order]) // WINDOW
     is_last = (np.diff(chunks.file[order]) > 0) | (np.diff(window) > 0)
     parts = np.split(order, np.flatnonzero(is_last) + 1)
     with ThreadPoolExecutor(THREADS, "megackpt-digests") as pool:
-        jobs = pool.map(
-            lambda part: _digest_rows(root, manifest, part.tolist(), crc), parts
-        )
-        for row, found, checksum in chain.from_iterable(jobs):
-            checksums[row] = checksum
-            known = digests[bounds[row] : bounds[row + 1]]
-            if chunks.writer[row] >= 0 and known.tobytes() != found:
-                chunk = manifest.chunk(row)
-                shard = ShardId(manifest.tensors[chunks.tensor[row]].key, chunk.box)
-                raise CorruptCheckpoint(
-                    f"{shard}: what was written is not what is read again from "
-                    f"{root.location}/{chunk.location.file}; write it again"
-                )
-            known[:] = digest_rows(found)
-    return replace(manifest, chunks=replace(chunks, digests=digests)), checksums
+        jobs = pool.map(lambda part: _digest_rows(root, manifest, part.tolist()), parts)
+        for row, found in chain.from_iterable(jobs):
+            digests[bounds[row] : bounds[row + 1]] = digest_rows(found)
+    return replace(manifest, chunks=replace(chunks, digests=digests))
 
 
 def _digest_rows(
-    root: Storage, manifest: Manifest, rows: list[int], crc: bool
-) -> list[tuple[int, bytes, int]]:
-    """For each of these chunks of one file: its row, the digests of its blocks, its checksum."""
+    root: Storage, manifest: Manifest, rows: list[int]
+) -> list[tuple[int, bytes]]:
+    """For each of these chunks of one file: its row, and the digests of its blocks."""
     chunks = manifest.chunks
     found = []
     window = memoryview(bytearray(min(WINDOW, int(chunks.length[rows].max()))))
@@ -211,14 +204,11 @@ def _digest_rows(
             start = int(chunks.start[row])
             length = int(chunks.length[row])
             digests = []
-            checksum = 0
             for done in range(0, length, WINDOW):
                 part = window[: length - done]
                 reader.read_into(start + done, [part])
                 digests.append(digest_blocks(part))
-                if crc:
-                    checksum = zlib.crc32(part, checksum)
-            found.append((row, b"".join(digests), checksum))
+            found.append((row, b"".join(digests)))
     return found
 
 

@@ -44,6 +44,7 @@ def declare_cells(
     entries: Mapping[int, TensorEntry],
     decoded: Int64,
     contiguous: bool,
+    in_order: bool = False,
 ) -> Declarations:
     """Declare all cells of the target, in the source's order.
 
@@ -51,6 +52,8 @@ def declare_cells(
         entries: tensor number in the source -> name and dtype in the target.
         decoded: the result of ``Backend.decoded_bytes`` for the source.
         contiguous: cut into consecutive bytes of whole tensors, because the target keeps them so.
+        in_order: the cells of a tensor must follow one another. So what can only be read whole is
+            read several times if it is not consecutive itself.
     """
     parts = TensorParts(manifest)
     grids, atoms = _stored_cells(manifest, decoded)
@@ -63,7 +66,12 @@ def declare_cells(
             nbytes.append(manifest.chunks.length[rows])
             continue
         itemsize = max(meta.itemsize, manifest.tensors[number].meta.itemsize)
-        atom = atoms.get(number, (1,) * len(meta.shape))
+        element = (1,) * len(meta.shape)
+        atom = atoms.get(number, element)
+        if in_order:
+            cut_axis = next((i for i, extent in enumerate(atom) if extent > 1), 0)
+            if atom[cut_axis + 1 :] != meta.shape[cut_axis + 1 :]:
+                atom = element
         stored = atom
         if not contiguous:
             stored = grids.get(number, atom)

@@ -19,6 +19,7 @@ from megackpt.checkpoint import (
     completed,
     encode_index,
 )
+from megackpt.checkpoint.transaction import CountedSource
 from megackpt.converter.budget import worker_bytes, worker_count
 from megackpt.converter.cells import (
     ConversionTask,
@@ -28,6 +29,7 @@ from megackpt.converter.cells import (
 )
 from megackpt.converter.conversion_workers import (
     JOURNAL,
+    CellSource,
     Journal,
     TaskResult,
     TaskRunner,
@@ -42,12 +44,12 @@ from megackpt.errors import (
 )
 from megackpt.planning.manifest import TensorEntry, TensorParts
 from megackpt.planning.save_plan import SavePolicy
-from megackpt.storage import digest, is_url, root_at
+from megackpt.storage import SingleObject, digest, is_url, root_at
 
 logger = logging.getLogger("megackpt.converter")
 
 # Part of the save id. Increase it when the same request leads to other bytes or another journal.
-_VERSION = 3
+_VERSION = 4
 
 Progress = Callable[[int, int], None]
 
@@ -101,6 +103,7 @@ class Conversion:
         tasks: int | None,
         options: ConversionOptions | None = None,
         files: Mapping[str, bytes] | None = None,
+        in_order: bool = False,
     ) -> None:
         """Plan it.
 
@@ -109,6 +112,7 @@ class Conversion:
             entries: tensor number in the source -> name and dtype in the target.
             tasks: the number of tasks (None: by size).
             files: small files to commit together with the checkpoint.
+            in_order: the target's storage writes files from front to back.
 
         Raises BackendError if the format or the memory limit does not allow it.
         """
@@ -133,10 +137,11 @@ class Conversion:
             self.options.max_memory,
         )
         self.contiguous = backend.properties.whole_tensors
-        rows = declare_cells(stored, entries, decoded, self.contiguous)
+        in_order = backend.properties.export_only or (in_order and self.contiguous)
+        rows = declare_cells(stored, entries, decoded, self.contiguous, in_order)
         self.total = int(rows.nbytes.sum())
         count = tasks or task_count(self.total)
-        if backend.properties.export_only:
+        if in_order:
             count = 1
         declared = split_tasks(rows, count)
         self.task_bytes = [int(part.nbytes.sum()) for part in declared]
@@ -252,21 +257,7 @@ class Conversion:
     ) -> None:
         """Do the tasks that are not done yet, in this process or in worker processes."""
         options = self.options
-        written = resumed
-        lock = threading.Lock()  # a backend writes with several threads
-        stage = events.current()
-        stage.todo = self.total
-
-        def report(count: int) -> None:
-            nonlocal written
-            session.alive()
-            with lock:
-                written += count
-                stage.done = written
-                if options.progress is not None:
-                    options.progress(written, self.total)
-
-        report(0)
+        report = self._reporter(session, resumed)
         left = [n for n in range(len(self.plans)) if n not in journal.done]
         nbytes = sum(self.task_bytes[number] for number in left)
         workers = worker_count(
@@ -301,6 +292,45 @@ class Conversion:
                 journal.add(runner.perform(task, report))
 
         session.call("writing", perform)
+
+    def _reporter(self, session: SaveSession, written: int) -> Callable[[int], None]:
+        """Return what takes the bytes done, beyond those ``written`` before."""
+        lock = threading.Lock()  # a backend writes with several threads
+        stage = events.current()
+        stage.todo = self.total
+
+        def report(count: int) -> None:
+            nonlocal written
+            session.alive()
+            with lock:
+                written += count
+                stage.done = written
+                if self.options.progress is not None:
+                    self.options.progress(written, self.total)
+
+        report(0)
+        return report
+
+    def run_to_object(self, root: SingleObject) -> Converted:
+        """Write the only file of the target as an object, which appears when it is complete."""
+        target = root.location
+        opened = self.opened
+        who = f"converted from {self.source}"
+        session = SaveSession(target, self.options.timeout, who)
+        with events.operation("convert", target) as operation:
+            operation.bytes = self.total
+            [task] = self._tasks([0])
+            cells = CellSource(
+                opened.storage, opened.backend, task, self.options.verify
+            )
+            data = CountedSource(cells, self._reporter(session, 0))
+            try:
+                result = session.call(
+                    "writing", self.backend.write, root, task.plan, data
+                )
+            finally:
+                session.end()
+        return self.outcome(target, {0: TaskResult(0, result, cells.overflows)}, 0)
 
     def _tasks(self, numbers: Sequence[int]) -> Iterator[ConversionTask]:
         for number in numbers:

@@ -134,6 +134,11 @@ def convert(
             raise BackendError(
                 f"{target_path} is one file, and shards is {shards}: name a directory"
             )
+        if verify_target and is_url(target_path):
+            raise BackendError(
+                f"{target_path} appears as soon as it is complete, so that verify_target has no "
+                "time to read it: leave out verify_target, or name a folder"
+            )
         check_free(target_path, overwrite)
         shards = 1
     backend, tasks = _target_backend(to, shards)
@@ -148,7 +153,14 @@ def convert(
         beside = beside(opened.manifest)
     entries = selection.entries(opened.manifest)
     conversion = Conversion(
-        opened, source_path, entries, backend, tasks, options, beside
+        opened,
+        source_path,
+        entries,
+        backend,
+        tasks,
+        options,
+        beside,
+        in_order=is_url(target_path),
     )
     if single:
         return run_to_file(conversion, target_path, overwrite)

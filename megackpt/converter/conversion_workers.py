@@ -140,6 +140,7 @@ class CellSource(CheckedSource):
     """The ``Source`` of a task.
 
     Neighbouring rows are read together, up to a cell's bytes. A row is dropped when it was used.
+    A format that asks for the rows in another order than the plan's makes more, smaller reads.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class CellSource(CheckedSource):
             return
         rows = [row]
         regions = [region]
-        total = self._sizes[row]
+        total = sum(self._sizes[held] for held in (row, *self._ready))
         for other in range(
             row + 1, min(row + limits.CONVERT_READ_ROWS, len(self._plan))
         ):

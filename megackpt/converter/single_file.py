@@ -1,7 +1,8 @@
 """One file as the target of a conversion.
 
 The file grows in a directory next to it, ``.NAME.megackpt``, by the ordinary protocol, and is
-moved to its place in one step when that directory is complete.
+moved to its place in one step when that directory is complete. An object of a bucket needs no such
+directory: it appears when it is complete.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
-from megackpt.storage import LocalStorage, is_url
+from megackpt.storage import LocalStorage, SingleObject, is_url
 
 _FORMATS = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch",
@@ -42,17 +43,15 @@ def is_single_file(target: str, name: str) -> bool:
         raise BackendError(
             f"{target} is the name of a file of the format {expected!r}, not of {name!r}"
         )
-    if is_url(target):
-        raise BackendError(
-            f"{target}: single files are written to file systems only: "
-            "write it there and copy it, or name a folder"
-        )
     return True
 
 
 def check_free(path: str, overwrite: bool) -> None:
     """Raise CheckpointExists if the file exists and may not be replaced."""
-    if os.path.lexists(path) and not overwrite:
+    found = os.path.lexists(path)
+    if is_url(path):
+        found = SingleObject(path, overwrite).size("") is not None
+    if found and not overwrite:
         raise CheckpointExists(
             f"{path} exists: pass overwrite=True to replace it, or choose another name"
         )
@@ -68,6 +67,8 @@ def run_to_file(conversion: Conversion, path: str, overwrite: bool) -> Converted
             f"{join_truncated(files, 5, ', ')}. Name a directory; or, for safetensors, choose "
             "shards=1, and leave out everything but tensors (state=False, or --no-state)"
         )
+    if is_url(path):
+        return conversion.run_to_object(SingleObject(path, overwrite))
     source = files[0]
     parent, name = os.path.split(path)
     outer = LocalStorage(parent, create=True)

@@ -64,10 +64,10 @@ class _NumberedFiles(Safetensors):
     index: bool = False
     numbers: Mapping[str, int] = field(default_factory=dict)
 
-    def arranged(self, manifest: Manifest) -> list[TensorFile]:
-        refuse_unfit(manifest.tensors)
+    def arranged(self, contents: Manifest | planned.SavePlan) -> list[TensorFile]:
+        refuse_unfit(contents.tensors)
         parts: dict[int, list[TensorEntry]] = {}
-        for entry in manifest.tensors:
+        for entry in contents.tensors:
             parts.setdefault(self.numbers.get(entry.key, 1), []).append(entry)
         return numbered(parts or {1: []}, STEM, max(self.numbers.values(), default=1))
 
@@ -92,7 +92,7 @@ class _PlacedItemWriter(ItemWriter, Source):
         plan = plan.placed(self._assignment.places)
         results = []
         for row, (place, digests) in sorted(
-            write_tensors(self._root, plan, self).items()
+            write_tensors(self._root, plan, self, {}).items()
         ):
             item = items[row]
             info = _StorageInfo(place.file, place.start, place.length)

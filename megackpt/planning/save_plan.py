@@ -81,9 +81,9 @@ def plan_save(
 
     Each distinct shard with a main replica is written once. Empty shards of tensors with
     elements are not written; a tensor without elements keeps one empty chunk. Within a rank
-    objects come first, then tensors by decreasing bytes. The manifest's chunks are in plan order
-    (rank 0's rows, rank 1's, ...) and have no location yet: file -1, lengths of the raw bytes (0
-    for objects).
+    objects come first, then tensors by decreasing bytes (without ``balance``: as declared). The
+    manifest's chunks are in plan order (rank 0's rows, rank 1's, ...) and have no location yet:
+    file -1, lengths of the raw bytes (0 for objects).
 
     Raises ShardingError for keys and sizes that no index can hold, and CoverageError where the
     declarations are not an exact tiling. Without ``validate`` only keys that would be lost or
@@ -120,11 +120,14 @@ def plan_save(
         piece_of, boxes = cut(boxes, pieces, boxes.offset)
         row = row[piece_of]
 
-    # By rank; within a rank objects first, then by decreasing bytes, then as declared.
+    # By rank; within a rank objects first, then by decreasing bytes (for a balance of its threads),
+    # then as declared.
     counts = [len(part.tensor) for part in parts]
     holder = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
     size = itemsize[declared.tensor[row]]
     weight = np.where(size == 0, _UNBOUNDED, boxes.volume * size)
+    if not policy.balance:
+        weight[size > 0] = 0
     order = np.lexsort([-weight, holder[row]])
     row = row[order]
     boxes = boxes.take(order)

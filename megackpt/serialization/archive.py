@@ -41,6 +41,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _FOLDER = "archive/"
 _UTF8 = 0x0800  # torch sets this flag in every header
+_STREAMED = 8
 _MAX32 = 0xFFFFFFFF  # the value is in the zip64 record
 _MAX16 = 0xFFFF
 _END_SIZE = 22  # bytes of the record that ends an archive without a comment
@@ -54,13 +55,19 @@ Read = Callable[[int, int], bytes]
 class Member:
     """One stored file of ``size`` bytes, behind its local header at ``header``.
 
-    ``crc`` 0: not computed; torch accepts it.
+    ``crc`` 0: not computed; torch accepts it. ``streamed``: see ``descriptor``.
     """
 
     name: str
     size: int
     header: int
     crc: int = 0
+    streamed: bool = False
+
+    @property
+    def flags(self) -> int:
+        """Of both headers."""
+        return _UTF8 | _STREAMED * self.streamed
 
 
 class Archive:
@@ -216,8 +223,16 @@ def header(member: Member, aligned: bool = False) -> bytes:
         end = member.header + _LOCAL.size + len(name) + len(extra) + 4
         gap = aligned_start(member) - end
         extra += struct.pack("<2H", 0x4246, gap) + b"Z" * gap
-    fields = (0, _UTF8, 0, 0, 0, member.crc, size, size, len(name), len(extra))
+    fields = (0, member.flags, 0, 0, 0, member.crc, size, size, len(name), len(extra))
     return _LOCAL.pack(b"PK\3\4", *fields) + name + extra
+
+
+def descriptor(member: Member) -> bytes:
+    """The checksum and the size of a streamed member, which follow its content."""
+    form = "<4s3L"
+    if member.size >= LIMIT:
+        form = "<4sL2Q"
+    return struct.pack(form, b"PK\7\x08", member.crc, member.size, member.size)
 
 
 def directory(members: list[Member], start: int, wide: bool | None = None) -> bytes:
@@ -238,7 +253,7 @@ def directory(members: list[Member], start: int, wide: bool | None = None) -> by
             offset = _MAX32
         if extra:
             extra = struct.pack("<2H", 1, len(extra)) + extra
-        flags = (0, 0, _UTF8, 0, 0, 0)
+        flags = (0, 0, member.flags, 0, 0, 0)
         lengths = (size, size, len(name), len(extra))
         entries.append(
             _CENTRAL.pack(b"PK\1\2", *flags, member.crc, *lengths, 0, 0, 0, 0, offset)

@@ -6,6 +6,7 @@ from megackpt.storage.bucket import (
     PROBE as PROBE,
     SINGLE_WRITER as SINGLE_WRITER,
     BucketStorage as BucketStorage,
+    SingleObject as SingleObject,
     Version as Version,
     conditional_puts as conditional_puts,
     root_at as root_at,

@@ -56,6 +56,10 @@ class BucketStorage(Storage):
     it is closed. An object that exists already may be detected only then.
     """
 
+    in_order = True
+    replaced: Version | None = None
+    """The version of an object that ``create`` replaces."""
+
     def __init__(self, url: str, moved: Callable[[], object] = int) -> None:
         self.moved = moved
         if ":" in url.partition("://")[2].partition("/")[0]:
@@ -108,11 +112,7 @@ class BucketStorage(Storage):
 
     def update(self, name: str) -> FileUpdater:
         self.key(name)
-        raise StorageError(
-            f"cannot fill {self.url(name)} at several places: an object is written once, "
-            "from front to back. "
-            "hint: save as torch_dist or zarr, or save to a file system and copy the files"
-        )
+        return BucketWriter(self, name)
 
     def put(self, name: str, data: bytes) -> None:
         with self._request("write", name) as key:
@@ -289,6 +289,24 @@ class BucketStorage(Storage):
                 for key in keys:
                     with suppress(FileNotFoundError):
                         self.obstore.delete(self.store, key)
+
+
+class SingleObject(BucketStorage):
+    """One object, to which every name leads.
+
+    ``overwrite``: a write replaces the present version of the object; else it must be absent.
+    """
+
+    def __init__(self, url: str, overwrite: bool) -> None:
+        super().__init__(url)
+        if overwrite:
+            self.replaced = self.version("")
+
+    def key(self, name: str) -> str:  # noqa: ARG002
+        return self._prefix
+
+    def url(self, name: str) -> str:  # noqa: ARG002
+        return self.location
 
 
 _proven: set[tuple[str, str | None]] = set()

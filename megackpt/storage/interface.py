@@ -102,6 +102,13 @@ class Durable(ABC):
     def abort(self) -> None:
         """Abandon the write."""
 
+    def expect(self, size: int) -> None:  # noqa: B027  optional
+        """Announce about how many bytes will follow. Call it before the first write.
+
+        An object store chooses the size of its parts by it, and a disk whether the file is
+        large enough to bypass the page cache.
+        """
+
     def __enter__(self) -> Self:
         return self
 
@@ -128,13 +135,6 @@ class FileWriter(Durable):
     @abstractmethod
     def position(self) -> int:
         """Bytes written so far."""
-
-    def expect(self, size: int) -> None:
-        """Announce about how many bytes will follow. Call it before the first ``write``.
-
-        An object store chooses the size of its parts by it, and a disk whether the file is
-        large enough to bypass the page cache.
-        """
 
 
 class FileUpdater(Durable):
@@ -217,6 +217,9 @@ class Storage(ABC):
     direct: bool = False
     """Whether ``create`` makes files that bypass the page cache where that is supported."""
 
+    in_order: bool = False
+    """Whether one process writes a file, from front to back. True for object stores."""
+
     @property
     def called(self) -> str:
         """The name for messages: the root, or the single file that the caller opened in it."""
@@ -234,7 +237,8 @@ class Storage(ABC):
     def update(self, name: str) -> FileUpdater:
         """Open a file for writes at any offset. Create it if it is absent, else keep its content.
 
-        Raises StorageError where the storage lacks such files (object stores).
+        Where files are written ``in_order``, the file is new, and a write raises StorageError
+        unless it begins where the last one ended.
         """
 
     def following(self) -> Storage:

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 from megackpt.errors import CheckpointReplaced, CorruptCheckpoint, StorageError
 from megackpt.storage import client
 from megackpt.storage.client import PART
-from megackpt.storage.interface import Batch, FileReader, FileWriter
+from megackpt.storage.interface import (
+    Batch,
+    FileReader,
+    FileUpdater,
+    FileWriter,
+)
 
 if TYPE_CHECKING:
     from megackpt.storage.bucket import BucketStorage
@@ -137,7 +142,7 @@ class BucketReader(FileReader):
         self._held = 0, memoryview(b"")
 
 
-class BucketWriter(FileWriter):
+class BucketWriter(FileWriter, FileUpdater):
     """A new object. It appears, whole, when it is closed, and is invisible before."""
 
     def __init__(self, bucket: BucketStorage, name: str) -> None:
@@ -167,6 +172,15 @@ class BucketWriter(FileWriter):
             else:
                 self._send(flat)
 
+    def write_at(self, start: int, buffers: Sequence[memoryview]) -> None:
+        if start != self._position:
+            raise StorageError(
+                f"cannot fill {self._url} at several places: one process writes an object, from "
+                "front to back. "
+                "hint: save as torch_dist or zarr, and convert the checkpoint to this format"
+            )
+        self.write(buffers)
+
     def _send(self, flat: memoryview) -> None:
         if self._position > self.part * _MOST_PARTS:
             raise StorageError(
@@ -174,7 +188,7 @@ class BucketWriter(FileWriter):
                 f"{self.part} bytes"
             )
         if self._held is not None:
-            if self._bucket.size(self._name) is not None:
+            if self._bucket.version(self._name) != self._bucket.replaced:
                 raise self._taken()
             held, self._held = self._held, None
             with self._sending():
@@ -207,7 +221,8 @@ class BucketWriter(FileWriter):
     def close(self) -> None:
         held, self._held = self._held, None
         if held is not None:
-            if not self._bucket.put_if_match(self._name, bytes(held), None):
+            replaced = self._bucket.replaced
+            if not self._bucket.put_if_match(self._name, bytes(held), replaced):
                 raise self._taken()
             return
         if self._upload is None:
@@ -223,8 +238,9 @@ class BucketWriter(FileWriter):
             with self._sending():
                 upload.close()
         except StorageError:
-            # The object was absent before. If only the answer was lost, it is complete now.
-            if self._bucket.size(self._name) != self._position:
+            # The object was another one before. If only the answer was lost, it is complete now.
+            is_old = self._bucket.version(self._name) == self._bucket.replaced
+            if is_old or self._bucket.size(self._name) != self._position:
                 raise
 
     def abort(self) -> None:

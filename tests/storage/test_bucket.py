@@ -191,10 +191,14 @@ def test_a_batch(root: BucketStorage) -> None:
 
 
 def test_an_object_cannot_be_filled_at_any_place(root: BucketStorage) -> None:
-    with pytest.raises(
-        StorageError, match=r"cannot fill s3://.*/x .*hint: save as torch_dist"
-    ):
-        root.update("x")
+    with root.update("x") as updater:
+        updater.write_at(0, [memoryview(b"ab"), memoryview(b"c")])
+        updater.write_at(3, [memoryview(b"d")])
+        with pytest.raises(
+            StorageError, match=r"cannot fill s3://.*/x .*hint: save as torch_dist"
+        ):
+            updater.write_at(5, [memoryview(b"e")])
+    assert root.get("x") == b"abcd"
 
 
 def test_typed_and_shaped_buffers(root: BucketStorage) -> None:

@@ -115,14 +115,18 @@ class Safetensors(Backend):
                 names.append(object_files.folder(entry))
         return Layout(names, _places(files))
 
-    def arranged(self, manifest: Manifest) -> list[TensorFile]:
+    def arranged(self, contents: Manifest | SavePlan) -> list[TensorFile]:
         """The tensors over files. Raises as ``layout``."""
-        refuse_unfit(manifest.tensors)
-        tensors = [entry for entry in manifest.tensors if not entry.meta.is_object]
+        refuse_unfit(contents.tensors)
+        tensors = [entry for entry in contents.tensors if not entry.meta.is_object]
         return arranged(tensors, STEM, self.shards, self.max_shard_bytes)
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        found = shared_files.write_tensors(root, plan, data)
+        heads = {}
+        if root.in_order:
+            # Of the tensors of this plan: if other ranks have more, the places do not match.
+            heads = {file.name: file.head for file in self.arranged(plan)}
+        found = shared_files.write_tensors(root, plan, data, heads)
         for row, number in enumerate(plan.tensor.tolist()):
             entry = plan.tensors[number]
             if entry.meta.is_object:
@@ -136,8 +140,10 @@ class Safetensors(Backend):
         files = self.arranged(manifest)
         places = _places(files)
         merged, several = shared_files.merge_pieces(manifest, places)
-        manifest, _ = shared_files.compute_digests(root, merged, several)
+        manifest = shared_files.compute_digests(root, merged, several)
         for file in files:
+            if root.in_order and file.places:
+                continue  # written with its head
             with root.update(file.name) as updater:
                 updater.write_at(0, [memoryview(file.head)])
         keys = object_files.key_files(manifest.tensors)

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-import numpy as np
-
 from megackpt.backends import shared_files, torch_reader, weight_maps
 from megackpt.backends.archives import check_archive
 from megackpt.backends.base import (
@@ -27,13 +25,11 @@ from megackpt.backends.torch_file import file_writer
 from megackpt.backends.torch_file.file_writer import NAME
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.manifest import (
-    Location,
     Manifest,
     SavePlan,
     WriteResult,
 )
-from megackpt.serialization.archive import Member, aligned_start
-from megackpt.storage import SingleFile, Storage, digest_blocks
+from megackpt.storage import SingleFile, Storage
 
 _BIN = "pytorch_model.bin"
 _INDEX = _BIN + weight_maps.ENDING
@@ -48,40 +44,19 @@ class TorchFile(torch_reader.TorchReader):
 
     def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002 - always one file
         """Raises BackendError for names that the file could not keep apart."""
-        file_writer.object_names(manifest)
+        file_writer.check_names(manifest)
         return Layout([NAME], file_writer.tensor_locations(manifest))
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
-        """Write the tensors where ``layout`` has them, then the objects. The plan has them all."""
-        found = shared_files.write_tensors(root, plan, data)
-        number = end = 0
-        for place in plan.places or ():
-            if place is not None:
-                number += 1
-                end = max(end, place.start + place.length)
-        with root.update(NAME) as updater:
-            for row, tensor in enumerate(plan.tensor.tolist()):
-                if not plan.tensors[tensor].meta.is_object:
-                    continue
-                # Objects come after all tensors, because their sizes are known only now.
-                blob = b"".join(data.blocks(row))
-                start = aligned_start(Member(f"data/{number}", len(blob), end))
-                updater.write_at(start, [memoryview(blob)])
-                number += 1
-                end = start + len(blob)
-                place = Location(NAME, start, len(blob))
-                found[row] = place, digest_blocks(memoryview(blob))
-        return write_result(plan, found)
+        """Write the archive from front to back. The plan has all of its contents."""
+        with root.create(NAME) as writer:
+            writer.expect(plan.nbytes)
+            return write_result(plan, file_writer.write_archive(writer, plan, data))
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
-        """Read every payload once, for digests and for the checksums of the archive."""
         locations = file_writer.tensor_locations(manifest)
-        manifest, _ = shared_files.merge_pieces(manifest, locations)
-        every = np.arange(len(manifest.chunks), dtype=np.int64)
-        manifest, checksums = shared_files.compute_digests(
-            root, manifest, every, crc=True
-        )
-        file_writer.write_archive(root, manifest, checksums)
+        merged, several = shared_files.merge_pieces(manifest, locations)
+        manifest = shared_files.compute_digests(root, merged, several)
         return Finished(replace(manifest, files=(NAME,)))  # also without any chunk
 
     def recognises(self, root: Storage) -> bool:
