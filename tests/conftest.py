@@ -63,6 +63,7 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
             "torchtitan",
             "torchdata",
             "nvrx",
+            "torch_checkpointing",
             "ray",
             "deepspeed",
             "orbax",

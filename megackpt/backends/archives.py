@@ -169,9 +169,13 @@ class StoredTensor(NamedTuple):
 
 
 class UnsupportedTensor(NamedTuple):
-    """A tensor that is not a dense one in a storage. ``kind``: the function that makes it."""
+    """A tensor that is not a dense one in a storage. ``kind``: the function that makes it.
+
+    ``local``: the part of a DTensor that the rank has.
+    """
 
     kind: str
+    local: StoredTensor | None = None
 
 
 class _Storage(NamedTuple):
@@ -180,15 +184,28 @@ class _Storage(NamedTuple):
     typed: torch.TypedStorage | None  # None: of a kind that cannot be read
 
 
-def load_structure(pickle: bytes, *, stand_ins: bool = False) -> Any:
+def load_structure(
+    pickle: bytes, *, stand_ins: bool = False, local_parts: bool = False
+) -> Any:
     """The value of ``data.pkl``, with a StoredTensor (or UnsupportedTensor) for each tensor.
 
-    ``stand_ins``: unknown classes become stand-ins; otherwise they raise UntrustedClass. Raises
-    CorruptCheckpoint like ``serialization.load``.
+    ``stand_ins``: unknown classes become stand-ins; otherwise they raise UntrustedClass.
+    ``local_parts``: a DTensor counts as its local tensor. Raises CorruptCheckpoint like
+    ``serialization.load``.
     """
     from megackpt.serialization.allowlist import finder
 
-    return unpickle(pickle, partial(_find, finder(stand_ins=stand_ins)), _storage)
+    rest = finder(stand_ins=stand_ins)
+    if local_parts:
+        rest = partial(_find_local, rest, finder(stand_ins=True))
+    return unpickle(pickle, partial(_find, rest), _storage)
+
+
+def _find_local(rest: Find, stand_ins: Find, module: str, name: str) -> Rule:
+    """A DTensor's class, mesh and placements become stand-ins."""
+    if module.startswith("torch.distributed."):
+        return stand_ins(module, name)
+    return rest(module, name)
 
 
 def _find(rest: Find, module: str, name: str) -> Rule:
@@ -248,11 +265,16 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _from_type(function: Any, _kind: Any, args: Any, _state: Any) -> Any:
+def _from_type(function: Any, _kind: Any, args: Any, state: Any) -> Any:
     """A tensor with attributes, or of a derived class."""
     if function in (_tensor, _parameter, _from_type):
         return function(*args)
-    return UnsupportedTensor("tensor of a class of its own")
+    local = None
+    if type(state) is tuple and len(state) == 2 and type(state[1]) is dict:
+        local = state[1].get("_local_tensor")
+    if type(local) is not StoredTensor:
+        local = None
+    return UnsupportedTensor("tensor of a class of its own", local)
 
 
 def _unsupported(name: str, *_: Any, **__: Any) -> UnsupportedTensor:

@@ -12,13 +12,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from megackpt import limits, serialization, tree
 from megackpt.backends import object_files, shared_files
-from megackpt.backends.archives import StoredTensor, UnsupportedTensor, load_structure
+from megackpt.backends.archives import (
+    StoredTensor,
+    UnsupportedTensor,
+    check_archive,
+    load_structure,
+)
 from megackpt.backends.base import Backend, Target
 from megackpt.backends.ranges import read_raw
 from megackpt.errors import BackendError, CorruptCheckpoint, UntrustedClass
@@ -82,8 +87,9 @@ def is_torch_file(reader: FileReader) -> bool:
 class _TensorWalk:
     """One walk through a state, which takes the tensors out."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, local_parts: bool) -> None:
         self.limit = limit  # parts and letters of names: shared parts could multiply
+        self.local_parts = local_parts
         self.tensors: dict[str, StoredTensor] = {}
         self.paths: dict[str, tree.Path] = {}
 
@@ -94,6 +100,8 @@ class _TensorWalk:
             raise CorruptCheckpoint(
                 "its state contains itself, or the same parts again and again"
             )
+        if self.local_parts and isinstance(value, UnsupportedTensor):
+            value = value.local or value
         if isinstance(value, StoredTensor | UnsupportedTensor):
             if not all(isinstance(key, str | int) for key in path):
                 raise BackendError(
@@ -137,8 +145,8 @@ class _TensorWalk:
 
 
 @lru_cache(maxsize=2)
-def _parse(pickle: bytes, stand_ins: bool) -> _State:
-    value = load_structure(pickle, stand_ins=stand_ins)
+def _parse(pickle: bytes, stand_ins: bool, local_parts: bool) -> _State:
+    value = load_structure(pickle, stand_ins=stand_ins, local_parts=local_parts)
     if isinstance(value, serialization.StandIn):
         raise BackendError(
             f"it holds an object of {value.qualified_name}, whose code does not run here: "
@@ -148,7 +156,7 @@ def _parse(pickle: bytes, stand_ins: bool) -> _State:
     if isinstance(value, dict) and _are_blobs(value.get(STATE)):
         value = dict(value)
         blobs = value.pop(STATE)
-    walk = _TensorWalk(64 * len(pickle) + (1 << 16))
+    walk = _TensorWalk(64 * len(pickle) + (1 << 16), local_parts)
     rest = walk.take(value)
     if rest is _NOTHING:
         rest = {}
@@ -172,11 +180,11 @@ def _are_blobs(value: Any) -> bool:
 
 @contextmanager
 def _opened(
-    root: Storage, name: str, stand_ins: bool = True
+    root: Storage, name: str, local_parts: bool, stand_ins: bool = True
 ) -> Iterator[tuple[FileReader, Archive, _State]]:
     """A file and what its pickle describes. Errors within name the file.
 
-    ``stand_ins``: unknown classes become stand-ins; otherwise they raise UntrustedClass.
+    ``stand_ins``, ``local_parts``: see ``load_structure``.
     """
     try:
         with root.open(name) as reader:
@@ -200,19 +208,21 @@ def _opened(
                     "again"
                 )
             pickle = archive.content("data.pkl", limits.TORCH_PICKLE_BYTES)
-            yield reader, archive, _parse(pickle, stand_ins)
+            yield reader, archive, _parse(pickle, stand_ins, local_parts)
     except (CorruptCheckpoint, BackendError) as error:
         raise type(error)(f"{root.location}/{name}: {error}") from error
 
 
-def read_contents(root: Storage, name: str) -> tuple[list[Shard], dict[Any, Any]]:
+def read_contents(
+    root: Storage, name: str, local_parts: bool = False
+) -> tuple[list[Shard], dict[Any, Any]]:
     """The tensors and objects of a file, and all else in it.
 
-    All else, if any, is also one shard of the common state. Raises BackendError for kinds that
-    cannot be read.
+    All else, if any, is also one shard of the common state. ``local_parts``: a DTensor counts as
+    the part that the rank has. Raises BackendError for kinds that cannot be read.
     """
     found: list[Shard] = []
-    with _opened(root, name) as (_, archive, state):
+    with _opened(root, name, local_parts) as (_, archive, state):
         for key, stored in state.tensors.items():
             meta = TensorMeta(stored.shape, stored.dtype)
             place = _locate(name, archive, stored)
@@ -254,13 +264,14 @@ def _locate(file: str, archive: Archive, found: StoredTensor) -> Location:
     return Location(file, start + offset, length)
 
 
-def _blob(root: Storage, item: ReadItem) -> bytes:
+def _blob(root: Storage, item: ReadItem, local_parts: bool) -> bytes:
     """All but the tensors of a file, as the blob of a common state or of an object.
 
     Raises UntrustedClass naming a class.
     """
     try:
-        with _opened(root, item.chunk.location.file, stand_ins=False) as (_, _, state):
+        file = item.chunk.location.file
+        with _opened(root, file, local_parts, stand_ins=False) as (_, _, state):
             rest = dict(state.rest)
             if item.entry.is_common:
                 return serialization.dump(rest)
@@ -293,6 +304,13 @@ def manifest_of(
 class TorchReader(Backend):
     """Reads manifests of ``manifest_of``."""
 
+    local_parts: ClassVar[bool] = False
+    """Whether a DTensor in a file counts as the part that a rank has."""
+
+    def name_in_file(self, key: str) -> str:
+        """The name that a tensor has in its file."""
+        return key
+
     def decoded_bytes(self, manifest: Manifest) -> Int64:
         # A view in another order, or a common state that is not a blob yet, has no length.
         decoded = super().decoded_bytes(manifest)
@@ -304,19 +322,41 @@ class TorchReader(Backend):
         read_raw(root, plan.take(raw), into, verify)
         for item in plan.take(~raw).rows():
             if item.entry.meta.is_object:
-                into.blob(item.target, _blob(root, item))
+                into.blob(item.target, _blob(root, item, self.local_parts))
             else:
-                read_view(root, item, into)
+                name = self.name_in_file(item.entry.key)
+                read_view(root, item, into, name, self.local_parts)
+
+    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
+        problems: list[str] = []
+        complete = True
+        for name in manifest.files:
+            try:
+                with root.open(name) as reader:
+                    damage, unchecked = check_archive(reader, 0, reader.size)
+            except (CorruptCheckpoint, FileNotFoundError) as error:
+                problems.append(f"{root.location}/{name}: {error}")
+                continue
+            problems += [f"{problem}: {root.location}/{name}" for problem in damage]
+            complete &= not unchecked
+        if complete or problems:
+            return problems
+        return None
 
 
-def read_view(root: Storage, item: ReadItem, into: Target) -> None:
-    """Read a region of a tensor that is not in C order: the bytes that it spans, then a view."""
+def read_view(
+    root: Storage, item: ReadItem, into: Target, name: str, local_parts: bool
+) -> None:
+    """Read a region of a tensor that is not in C order: the bytes that it spans, then a view.
+
+    ``name``: of the tensor in the file.
+    """
     import torch  # here, because recognising a file needs none
 
     file = item.chunk.location.file
-    with _opened(root, file) as (reader, archive, state):
-        found = state.tensors[item.entry.key]
-        region = found.view[item.box.slices()]
+    with _opened(root, file, local_parts) as (reader, archive, state):
+        found = state.tensors[name]
+        region = found.view[item.box.relative_to(item.chunk.box).slices()]
         span = 0
         if region.numel():
             steps = zip(region.shape, region.stride(), strict=True)

@@ -56,6 +56,9 @@ BUILT_IN = (
     _built_in("safetensors", 1, "safetensors:Safetensors", "numpy"),
     _built_in("orbax", 1, "orbax:Orbax", "tensorstore"),
     _built_in("zarr", 2, "zarr:Zarr", "numcodecs google-crc32c tensorstore zarr"),
+    _built_in(
+        "torch_checkpointing", 2, "torch_checkpointing:TorchCheckpointing", "torch"
+    ),
     _built_in("torch", 1, "torch_file:TorchFile", "torch"),
     _built_in("deepspeed", 2, "deepspeed:DeepSpeed", "torch"),
 )

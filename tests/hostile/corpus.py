@@ -23,6 +23,7 @@ for _part in (
     "safetensors_headers",
     "deepspeed",
     "orbax",
+    "torch_checkpointing",
 ):
     import_module(f"tests.hostile.cases.{_part}")
 

@@ -271,6 +271,7 @@ MAKERS: Mapping[str, tuple[str, Any]] = {
         lambda folder: deepspeed_files.write_universal(folder, PARAMETERS),
     ),
     "deepspeed run": ("deepspeed", deepspeed_run),
+    "torch_checkpointing": ("torch_checkpointing", copied("torch-checkpointing-0.1.1")),
 }
 """Kind -> its format, and what writes it. Without an index of ours, unless said, for that is where trust ends."""
 

@@ -153,7 +153,10 @@ def asked(trial: Mapping[str, Any], rank: int = 0, size: int = 1) -> dict[str, A
         )
     for number, name in enumerate(trial["objects"]):
         if number % size == rank:
-            state[name] = ShardedObject.empty_from_unique_key(name)
+            if "/shard_" in name:
+                state[name] = ShardedObject.empty_from_unique_key(name)
+            else:
+                state[name] = ShardedObject(name, None, (), ())
     return state
 
 

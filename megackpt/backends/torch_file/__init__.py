@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megackpt.backends import shared_files, torch_reader, weight_maps
-from megackpt.backends.archives import check_archive
 from megackpt.backends.base import (
     Finished,
     Layout,
@@ -23,7 +22,7 @@ from megackpt.backends.base import (
 )
 from megackpt.backends.torch_file import file_writer
 from megackpt.backends.torch_file.file_writer import NAME
-from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import BackendError, NotACheckpoint
 from megackpt.planning.manifest import (
     Manifest,
     SavePlan,
@@ -93,22 +92,6 @@ class TorchFile(torch_reader.TorchReader):
             )
         name = self.properties.name, self.properties.version
         return replace(torch_reader.manifest_of(root, found, name), tables=tables)
-
-    def verify_native(self, root: Storage, manifest: Manifest) -> list[str] | None:
-        problems: list[str] = []
-        complete = True
-        for name in manifest.files:
-            try:
-                with root.open(name) as reader:
-                    damage, unchecked = check_archive(reader, 0, reader.size)
-            except (CorruptCheckpoint, FileNotFoundError) as error:
-                problems.append(f"{root.location}/{name}: {error}")
-                continue
-            problems += [f"{problem}: {root.location}/{name}" for problem in damage]
-            complete &= not unchecked
-        if complete or problems:
-            return problems
-        return None
 
 
 def _files_in(root: Storage) -> tuple[str, list[str]]:
