@@ -198,6 +198,8 @@ def show(options: argparse.Namespace) -> Answer:
         "chunks": len(manifest.chunks),
         "bytes": int(manifest.chunks.length.sum()),
     }
+    if any(entry.key.startswith("model.module.") for entry in manifest.tensors):
+        data["names"] = "fsdp_dtensor (Megatron-FSDP)"
     if manifest.values is not None:
         data["nonfinite"] = sum(manifest.values.nonfinite.clip(0).tolist())
     if manifest.differing:

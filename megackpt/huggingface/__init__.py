@@ -11,6 +11,11 @@ Face name stands for the text that the n-th ``*`` of the pattern matched, and li
 from typing import TYPE_CHECKING
 
 from megackpt.huggingface.export import export_huggingface
+from megackpt.huggingface.fsdp_tables import (
+    Stacked,
+    from_fsdp_dtensor,
+    to_fsdp_dtensor,
+)
 from megackpt.huggingface.key_tables import (
     bert,
     gemma,
@@ -20,6 +25,7 @@ from megackpt.huggingface.key_tables import (
     qwen2,
     qwen3,
     qwen3_moe,
+    reversed_table,
 )
 from megackpt.huggingface.rules import (
     Fuse,
@@ -51,6 +57,7 @@ __all__ = [
     "Part",
     "Piece",
     "Rule",
+    "Stacked",
     "Table",
     "Theirs",
     "Tied",
@@ -58,6 +65,7 @@ __all__ = [
     "as_huggingface",
     "bert",
     "export_huggingface",
+    "from_fsdp_dtensor",
     "gemma",
     "link",
     "llama",
@@ -66,4 +74,6 @@ __all__ = [
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "reversed_table",
+    "to_fsdp_dtensor",
 ]

@@ -10,6 +10,7 @@ from megackpt.huggingface.rules import (
     Fuse,
     LayerKernel,
     Padded,
+    Part,
     Theirs,
     Tied,
     Transpose,
@@ -231,6 +232,37 @@ def bert(config: Mapping[str, Any], prefix: str = "", masked_lm: bool = False) -
             f"{ours}mlp.layernorm.*": f"{theirs}output.LayerNorm.*",
         }
     )
+
+
+def reversed_table(rules: Rules, *, fused_norms: bool) -> dict[str, Theirs]:
+    """The table in the opposite direction: for a conversion from Hugging Face to our keys.
+
+    ``fused_norms``: the norms before attention and MLP belong to the linear layers that follow, as
+    in Transformer Engine's layers; else they are modules. Padding is not added. A tied tensor is
+    left out. Raises MismatchError for a rule that is neither a name nor a Fuse of names.
+    """
+    table: dict[str, Theirs] = {}
+    for key, theirs in rules.items():
+        if isinstance(theirs, Padded):
+            theirs = theirs.whole
+        other_norm = "layernorm.weight" if fused_norms else "layer_norm_weight"
+        is_norm = key.endswith(("input_layernorm.weight", "pre_mlp_layernorm.weight"))
+        is_norm |= key.endswith("layer_norm_weight")
+        if theirs is None or isinstance(theirs, Tied):
+            continue
+        if is_norm and key.endswith(other_norm):
+            continue
+        parts: tuple[Theirs, ...] = (theirs,)
+        if isinstance(theirs, Fuse):
+            parts = theirs.parts
+        for number, part in enumerate(parts):
+            if not isinstance(part, str):
+                raise MismatchError(f"the rule of {key!r} cannot be reversed: {part!r}")
+            table[part] = key
+            if isinstance(theirs, Fuse):
+                ratio = theirs.ratio or (1,) * len(parts)
+                table[part] = Part(key, number, ratio, theirs.groups, theirs.axis)
+    return table
 
 
 def _positive_int(config: Mapping[str, Any], name: str) -> int:

@@ -121,7 +121,7 @@ class Name(Rule):
 
 
 @dataclass(frozen=True)
-class _OfOne(Rule):
+class OfOne(Rule):
     """A rule over one Hugging Face tensor, or over another rule."""
 
     whole: Theirs
@@ -131,7 +131,7 @@ class _OfOne(Rule):
 
 
 @dataclass(frozen=True)
-class Transpose(_OfOne):
+class Transpose(OfOne):
     """The Hugging Face tensor with its last two axes exchanged (like GPT-2's linear layers)."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
@@ -148,7 +148,7 @@ class Transpose(_OfOne):
 
 
 @dataclass(frozen=True)
-class Padded(_OfOne):
+class Padded(OfOne):
     """The Hugging Face tensor has ``extent`` along ``axis``; the rest of our tensor is padding.
 
     Padding is zero, and is not stored.
@@ -172,7 +172,7 @@ class Padded(_OfOne):
 
 
 @dataclass(frozen=True)
-class Tied(_OfOne):
+class Tied(OfOne):
     """A tensor with the values of another one of our tensors. Only the other tensor is written."""
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
@@ -221,7 +221,7 @@ class Fuse(Rule):
 
 
 @dataclass(frozen=True)
-class Part(_OfOne):
+class Part(OfOne):
     """Part ``number`` (from 0) of one Hugging Face tensor that is fused in the way of ``Fuse``."""
 
     number: int

@@ -24,6 +24,7 @@ for _part in (
     "deepspeed",
     "orbax",
     "torch_checkpointing",
+    "fsdp_dtensor",
 ):
     import_module(f"tests.hostile.cases.{_part}")
 

@@ -271,6 +271,7 @@ MAKERS: Mapping[str, tuple[str, Any]] = {
         lambda folder: deepspeed_files.write_universal(folder, PARAMETERS),
     ),
     "deepspeed run": ("deepspeed", deepspeed_run),
+    "fsdp_dtensor": ("torch_dist", copied("fsdp-dtensor-mcore-0.16.1")),
     "torch_checkpointing": ("torch_checkpointing", copied("torch-checkpointing-0.1.1")),
 }
 """Kind -> its format, and what writes it. Without an index of ours, unless said, for that is where trust ends."""

@@ -81,7 +81,8 @@ class Size(tuple[int, ...]):
     __slots__ = ()
 
 
-def _size(numbers: Any = ()) -> Size:
+def checked_size(numbers: Any = ()) -> Size:
+    """Raise CorruptCheckpoint for numbers that are no size of a tensor."""
     sane = len(numbers) <= _DIMENSIONS
     for number in numbers[:_DIMENSIONS]:
         sane = sane and type(number) is int and 0 <= number < 1 << 63
@@ -108,7 +109,7 @@ def _find(module: str, name: str) -> Rule:
         # A new list, for a value that no other rule has.
         return Rule([module, name], partial(_make, name), _build)
     if module == "torch" and name == "Size":
-        return Rule(_size, _size)
+        return Rule(checked_size, checked_size)
     if module == "torch":
         return Rule(name)  # a dtype; its name is checked where it is used
     if (module, name) == ("torch.serialization", "_get_layout"):

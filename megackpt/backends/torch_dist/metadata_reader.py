@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 from megackpt import limits
 from megackpt.backends.object_files import Dims, parse_offset
-from megackpt.backends.torch_dist.metadata_pickle import Record, Size, read_metadata
+from megackpt.backends.torch_dist.metadata_pickle import (
+    Record,
+    Size,
+    checked_size,
+    read_metadata,
+)
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,
@@ -252,6 +257,9 @@ def _is(value: Any, kind: str) -> bool:
 def _box(name: str, chunk: Any, ndim: int) -> Box:
     if isinstance(chunk, Record):
         offset, shape = chunk.field("offsets"), chunk.field("sizes")
+        # Megatron-FSDP has plain tuples.
+        if type(offset) is type(shape) is tuple:
+            offset, shape = checked_size(offset), checked_size(shape)
         sizes = type(offset) is Size and type(shape) is Size
         if sizes and len(offset) == len(shape) == ndim:
             return Box(tuple(offset), tuple(shape))
