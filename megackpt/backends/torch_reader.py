@@ -275,8 +275,11 @@ def _blob(root: Storage, item: ReadItem, local_parts: bool) -> bytes:
             rest = dict(state.rest)
             if item.entry.is_common:
                 return serialization.dump(rest)
-            # A file of one value has it under the empty name.
-            return serialization.dump([rest.get("", rest)])
+            # A file of one value has it under the empty name. An object of a grid is in a list.
+            value = rest.get("", rest)
+            if item.entry.meta.shape:
+                value = [value]
+            return serialization.dump(value)
     except UntrustedClass as error:
         reason = str(error).partition("\n")[0]
         raise UntrustedClass(

@@ -215,15 +215,13 @@ def test_python_state_is_common_state_and_objects(capsys) -> None:
         f"optimizer_states/{i}": ShardedObject("optimizer_states", None, (2,), (i,))
         for i in range(2)
     }
-    for held in megackpt.load(state, run).values():
-        if isinstance(held, dict) and "optimizer_state_dict" in held:
-            optimizer = held["optimizer_state_dict"]
-            assert (
-                optimizer["base_optimizer_state"]["param_groups"][0]["weight_decay"]
-                == 0.1
-            )
-            assert isinstance(optimizer["zero_stage"], StandIn)
-            assert optimizer["zero_stage"].value == 2
+    found = megackpt.load(state, run)
+    for rank in range(2):
+        optimizer = found[f"optimizer_states/{rank}"]["optimizer_state_dict"]
+        groups = optimizer["base_optimizer_state"]["param_groups"]
+        assert groups[0]["weight_decay"] == 0.1
+        assert isinstance(optimizer["zero_stage"], StandIn)
+        assert optimizer["zero_stage"].value == 2
     assert "deepspeed" not in sys.modules
 
 
