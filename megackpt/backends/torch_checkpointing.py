@@ -1,6 +1,6 @@
 """Checkpoints of torch_checkpointing: for each rank and item a torch.save file of the rank's part.
 
-    metadata.pkl       plain dicts: item -> path of a tensor -> its sharding, and the ranks that have it
+    metadata.pkl       plain dicts: item -> path of a tensor -> its sharding, and the ranks with it
     model_0.pt, ...    what rank 0 has of the item ``model``
 
 A tensor has the name ``model.layers.0.weight``. All else in the file of a rank is an object with

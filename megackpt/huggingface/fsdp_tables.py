@@ -1,7 +1,7 @@
 """Tables between the names of Megatron-FSDP's ``fsdp_dtensor`` and Megatron-Core's ``torch_dist``.
 
-Both are checkpoints of torch DCP. ``--ckpt-format fsdp_dtensor`` stores the parameters of each layer
-and each expert under the names of the wrapped model, and the halves of gated layers apart:
+Both are checkpoints of torch DCP. ``--ckpt-format fsdp_dtensor`` stores the parameters of each
+layer and each expert under the names of the wrapped model, and the halves of gated layers apart:
 
 ==================================================  ==========================================
 ``fsdp_dtensor``                                    ``torch_dist``
@@ -137,8 +137,8 @@ def from_fsdp_dtensor(keys: Iterable[str], *, stack_layers: bool) -> dict[str, T
         found[f"{beginning}{pattern}{suffix}{end}"] = rule, counted
     if wrong:
         raise MismatchError(
-            f"not of a checkpoint in fsdp_dtensor: {join_truncated(wrong, 8, ', ')} (its keys begin "
-            f"with {_MODEL!r} and {_WRAPPED!r})"
+            f"not of a checkpoint in fsdp_dtensor: {join_truncated(wrong, 8, ', ')} (its keys "
+            f"begin with {_MODEL!r} and {_WRAPPED!r})"
         )
     table: dict[str, Theirs] = {}
     for pattern, (rule, counted) in found.items():

@@ -1,6 +1,6 @@
 """The layout of a torch.save file that ``convert`` writes: where payloads are, and all around them.
 
-    data/0, data/1, ...    header, payload, checksum: the tensors in the manifest's order, then blobs
+    data/0, data/1, ...    header, payload, checksum: the manifest's tensors in order, then blobs
     data.pkl               pickle of {key: tensor}, and of STATE: {name: blob as a uint8 tensor}
     byteorder, version     as torch writes them
                            directory of all these, which makes a zip archive of the file
