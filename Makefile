@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check compat compat-core campaign faults bench bench-peers lint types layers docs cover peers azurite system clean
+.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers azurite system clean
 .NOTPARALLEL:
 
 help:
@@ -29,7 +29,7 @@ help:
 	@echo "make compat  the tests of make test on the oldest and the newest torch, and on other Pythons (some 25 GB)"
 	@echo "make faults  a sample, within an hour: saves killed, power cuts, flipped bits, failing ranks, hosts and disks"
 	@echo "make campaign    the same and other long tests in full: takes hours, and prints the figures of the docs"
-	@echo "make bench   speed beside the plain-I/O limit and the peers, and a chart of it; make bench-peers: more of them"
+	@echo "make bench   speed beside the plain-I/O limit and the peers, and a chart of it"
 	@echo "make docs    the documentation, with the API reference, as a site: site/index.html"
 	@echo "also: lint, types, layers, cover, peers, clean"
 
@@ -110,9 +110,6 @@ CHART := build/speed.svg
 bench: $(READY)
 	@mkdir -p build
 	@$(BIN)/python tools/benchmark.py --json build/figures.json --chart $(CHART)
-
-# More peers of the benchmark.
-bench-peers: $(PEERS)
 
 lint: $(READY)
 	@$(BIN)/ruff format --check .

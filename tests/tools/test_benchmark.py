@@ -143,7 +143,7 @@ def test_wrong_options_are_refused_before_the_first_measurement(tmp_path: Path) 
 @pytest.mark.parametrize("name", ["torch_checkpointing", "orbax"])
 def test_an_optional_peer_takes_part(name: str, tmp_path: Path) -> None:
     if not (ROOT / ".peers" / name).is_dir():
-        pytest.skip(f"{name} is missing: make bench-peers installs it")
+        pytest.skip(f"{name} is missing: make peers installs it")
     told = tmp_path / "told.json"
     peers = ("--peers", name, "--formats", "torch_dist")
     done = benchmark(tmp_path, "--only", "P1,P2", "--json", str(told), *peers)

@@ -30,7 +30,7 @@ def missing(name: str) -> str | None:
         return (
             None
             if (PEERS / name).is_dir()
-            else f'{name} is missing: "make bench-peers" installs it'
+            else f'{name} is missing: "make peers" installs it'
         )
     if name.startswith("Megatron"):
         return (
