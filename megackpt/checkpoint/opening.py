@@ -49,6 +49,9 @@ Directory = str | os.PathLike[str]
 T = TypeVar("T")
 
 _ATTEMPTS = 3  # to open a directory while saves replace it
+_MOST_HINTS = (
+    32  # folders of a directory that is no checkpoint, in which one is looked for
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,18 +272,14 @@ def _in_bucket(
 
 def _within(target: str) -> str:
     """A hint at the last checkpoint in this directory."""
-    found = ""
     try:
-        outer = LocalStorage(target)
-        for name in outer.list():
-            tables = [f"{name}/{CONFIG}", f"{name}/.metadata"]
-            if any(size is not None for size in outer.sizes(tables)):
-                found = os.path.join(target, name)
+        for name in LocalStorage(target).list()[-_MOST_HINTS:][::-1]:
+            found = os.path.join(target, name)
+            if os.path.isdir(found) and incomplete(LocalStorage(found)) is None:
+                return f"; a checkpoint is in {found}: is that meant?"
     except (CheckpointingException, OSError):
         return ""  # the first error is more useful
-    if not found:
-        return ""
-    return f"; a checkpoint is in {found}: is that meant?"
+    return ""
 
 
 def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | None:

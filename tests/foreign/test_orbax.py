@@ -27,6 +27,7 @@ from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
 )
+from megackpt.manager import list_run
 from megackpt.storage import LocalStorage
 from tests.bits import assert_same
 from tests.buckets import Bucket
@@ -309,17 +310,48 @@ def test_a_conversion_into_orbax_is_refused(tmp_path: Path) -> None:
         megackpt.save({"a": 1}, tmp_path / "out", "orbax")
 
 
-def test_an_unfinished_save_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "7.orbax-checkpoint-tmp"
-    shutil.copytree(GOLDEN / GOLDENS[0], folder)
-    with pytest.raises(NotACheckpoint):
+@pytest.mark.parametrize("golden", GOLDENS)
+@pytest.mark.parametrize("inner", [".", "default"])
+def test_an_unfinished_save_is_no_checkpoint(
+    tmp_path: Path, golden: str, inner: str
+) -> None:
+    """Arrays without OCDBT would be taken for zarr, with fill values in place of missing chunks."""
+    folder = tmp_path / "7.orbax-checkpoint-tmp-3"
+    shutil.copytree(GOLDEN / golden, folder / inner)
+    (folder / inner / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
+    (folder / inner / "_METADATA").unlink(missing_ok=True)
+    for path in (folder / inner, folder):
+        with pytest.raises(NotACheckpoint, match="running, or died"):
+            megackpt.load_plain_tensors(path)
+    with pytest.raises(NotACheckpoint, match="no known format"):
+        megackpt.load_plain_tensors(tmp_path)
+    (step,) = list_run(tmp_path).steps
+    assert not step.complete
+    assert "running, or died" in step.reason
+
+
+def test_the_share_of_one_process_is_no_checkpoint() -> None:
+    share = GOLDEN / GOLDENS[0] / "ocdbt.process_0"
+    with pytest.raises(NotACheckpoint, match="directory above"):
+        megackpt.load_plain_tensors(share)
+
+
+def test_dtypes_that_torch_lacks_are_refused_with_their_keys(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(GOLDEN / "orbax-0.12.8-v0-plain", folder)
+    document = min(folder.glob("*/.zarray"))
+    described = json.loads(document.read_text())
+    document.write_text(json.dumps(described | {"dtype": "int4", "fill_value": None}))
+    with pytest.raises(BackendError, match=f"'{document.parent.name}' is of int4"):
         megackpt.load_plain_tensors(folder)
 
 
 def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
     for name in ("0", "100"):
         shutil.copytree(GOLDEN / GOLDENS[0], tmp_path / name)
-    with pytest.raises(NotACheckpoint):
+    with pytest.raises(
+        NotACheckpoint, match=r"a checkpoint is in .*/100: is that meant"
+    ):
         megackpt.load_plain_tensors(tmp_path)
 
 

@@ -22,7 +22,9 @@ from megackpt.backends.orbax.contents import Contents
 from megackpt.backends.orbax.trees import (
     AGGREGATE,
     MANIFEST,
+    PROCESS,
     STEP,
+    UNFINISHED,
     Item,
     Tree,
     find_items,
@@ -42,7 +44,6 @@ from megackpt.storage import Storage
 
 _INDICATOR = "orbax.checkpoint"
 """An empty file that version 1 writes beside the items."""
-_UNFINISHED = ".orbax-checkpoint-tmp"
 _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,17 @@ class Orbax(ReadOnlyBackend):
             )
 
     def recognises(self, root: Storage) -> bool:
-        if _UNFINISHED in root.location.rpartition("/")[2]:
-            return False
+        """Raises NotACheckpoint for a part of a checkpoint, and in a save that is not finished."""
+        for name in root.location.split("/"):
+            if UNFINISHED in name:
+                raise NotACheckpoint(
+                    f"{root.location}: a save of orbax that is running, or died: orbax renames "
+                    f"{name!r} when it is complete. Open another step"
+                )
+        if name.startswith(PROCESS):
+            raise NotACheckpoint(
+                f"{root.location} has the share of one process. Open the directory above it"
+            )
         try:
             return STEP in root.list() or bool(find_items(root))
         except CorruptCheckpoint:  # an entry is a link

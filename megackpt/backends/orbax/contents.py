@@ -14,7 +14,7 @@ import numpy as np
 
 from megackpt.backends.orbax.arrays import DRIVERS, Session, session
 from megackpt.backends.orbax.trees import MANIFEST, TREE, Item, Tree
-from megackpt.errors import CorruptCheckpoint, join_truncated
+from megackpt.errors import BackendError, CorruptCheckpoint, join_truncated
 from megackpt.planning.box import Box, Boxes, cut
 from megackpt.planning.manifest import (
     COMMON,
@@ -65,6 +65,7 @@ class Contents:
     sources: dict[str, str] = field(default_factory=dict)
     """Key -> the leaf that it is of, for messages."""
     problems: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     filled: int = 0
     stored: int = 0
@@ -144,7 +145,7 @@ class Contents:
         chunk = tuple(layout.read_chunk.shape or ())
         cell = tuple(layout.write_chunk.shape or ())
         if dtype not in _DTYPES:
-            self.problems.append(f"{key!r} is of {dtype}, which torch does not have")
+            self.unsupported.append(f"{key!r} is of {dtype}")
             return
         if problem := size_problem(shape, dtype):
             self.problems.append(f"{key!r}: {problem}")
@@ -208,7 +209,13 @@ class Contents:
         self.boxes.append(boxes)
 
     def manifest(self, version: int) -> Manifest:
-        """Raises CorruptCheckpoint with all problems."""
+        """Raises BackendError with all dtypes that torch lacks, CorruptCheckpoint with all problems."""
+        if self.unsupported:
+            raise BackendError(
+                f"{self.root.location} cannot be read: torch does not have the dtypes of its "
+                f"leaves ({join_truncated(self.unsupported)}). Save it by orbax without these "
+                "leaves, or in another dtype"
+            )
         if not self.entries and not self.problems:
             self.problems.append(f"its {TREE} names no leaves")
         if self.problems:

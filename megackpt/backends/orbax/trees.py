@@ -24,7 +24,9 @@ STEP = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 
 _STRINGS = "_strings.json"
-_PROCESS = "ocdbt.process_"
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""In the name of a save that is running, or died."""
+PROCESS = "ocdbt.process_"
 """A folder of what one process has written. The manifest above it merges all of them."""
 _PLACEHOLDER = "PLACEHOLDER://"
 _EMPTY: dict[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
@@ -68,10 +70,10 @@ def find_items(root: Storage) -> list[Item]:
     if STEP not in names and len(names) > _MOST_ITEMS:
         return found  # as of zarr: a folder of many arrays, which nobody wants to look through
     for name in names:
-        if root.size(name) is not None or name.startswith(_PROCESS):
+        if root.size(name) is not None or name.startswith(PROCESS):
             continue
         inside = root.list(name)
-        if STEP in inside and STEP not in names:
+        if UNFINISHED in name or (STEP in inside and STEP not in names):
             continue  # a checkpoint of its own, beside other ones
         if {TREE, MANIFEST} & {*inside} or _has_msgpack(root, f"{name}/"):
             found.append(Item(name, f"{name}/", MANIFEST in inside))

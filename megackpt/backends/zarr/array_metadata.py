@@ -280,7 +280,8 @@ def _packing(where: str, codecs: list[dict[str, Any]], dtype: str) -> Packing:
     library = library_of_v3(codecs)
     if not library:
         raise BackendError(
-            f"{where}: the codecs {join_truncated(names, 20, ', ')} of {dtype} cannot be read"
+            f"{where}: the codecs {join_truncated(names, 20, ', ')} of {dtype} cannot be read. "
+            "hint: move the array out of the directory"
         )
     return Packing(library, checksum=False)
 
@@ -320,7 +321,7 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
         ids = ", ".join(str(codec["id"]) for codec in filters) or "none"
         raise BackendError(
             f"{where}: order {order!r}, the filters {ids} or the compressor {compressor!r} "
-            "cannot be read"
+            "cannot be read. hint: move the array out of the directory"
         )
     packing = Packing(library, checksum=False)
     plain = order == "C" and not big and not filters
