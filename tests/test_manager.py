@@ -133,22 +133,31 @@ def test_what_others_left_unfinished(tmp_path: Path, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "whose"),
+    ("name", "file", "kind"),
     [
-        ("global_step7", "mp_rank_00_model_states.pt", "DeepSpeed"),
-        ("iter_0000007", "mp_rank_00/model_optim_rng.pt", "Megatron"),
+        ("global_step7", "mp_rank_00_model_states.pt", "deepspeed"),
         ("7", "_CHECKPOINT_METADATA", "orbax"),
+        ("step_7", "weight/.zarray", "zarr"),
     ],
 )
-def test_formats_of_others_are_named(
-    tmp_path: Path, name: str, file: str, whose: str
+def test_steps_of_other_libraries_are_listed_by_their_names(
+    tmp_path: Path, name: str, file: str, kind: str
 ) -> None:
     path = tmp_path / name / file
     path.parent.mkdir(parents=True)
     path.write_bytes(b"12345")
     (step,) = list_run(tmp_path).steps
+    assert (step.complete, step.format, step.version) == (True, kind, None)
+    assert (step.files, step.bytes) == (1, 5)
+
+
+def test_megatrons_files_of_single_ranks_are_not_readable(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"12345")
+    (step,) = list_run(tmp_path).steps
     assert step.complete is None
-    assert whose in step.reason
+    assert "Megatron" in step.reason
     assert (step.files, step.bytes) == (1, 5)
     assert list_run(tmp_path).latest is None
 
@@ -251,7 +260,7 @@ def test_a_damaged_step_does_not_hide_the_others(
 def test_what_is_no_step_is_not_walked_through(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / "deep" / "deeper").mkdir(parents=True)
     (tmp_path / "etc" / "default").mkdir(parents=True)
     looked: list[str] = []
     real = LocalStorage.list
@@ -265,7 +274,7 @@ def test_what_is_no_step_is_not_walked_through(
     assert [step.name for step in made(tmp_path, checkpoint, "step-1").steps] == [
         "step-1"
     ]
-    assert not any("deep" in name for name in looked)
+    assert not any("deeper" in name for name in looked)
 
 
 def test_files_that_only_begin_like_those_of_others(tmp_path: Path) -> None:

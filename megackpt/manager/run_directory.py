@@ -74,11 +74,7 @@ _INNER = re.compile(r"weights|pytorch_model_fsdp_\d+")
 """Directories of a step in which NeMo and transformers put the checkpoint."""
 _SIBLING = re.compile(r"\.(.+)\.megackpt-[^./]+(?:\.[^./]+)?")
 """Directories of saves. If a save died while it replaced a checkpoint, one may hold the old one."""
-_UNSUPPORTED = (
-    (re.compile(r"mp_rank_.*"), "DeepSpeed's or Megatron's own files of each rank"),
-    (re.compile(r"zero_pp_rank_.*"), "DeepSpeed's own files of each rank"),
-    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt|default"), "orbax's own layout"),
-)
+_UNSUPPORTED = ((re.compile(r"mp_rank_.*"), "Megatron's own files of each rank"),)
 """Entries of formats that megackpt does not read."""
 
 
@@ -96,7 +92,8 @@ class Step:
     reason: str
     """Why it is not complete."""
     format: str = ""
-    version: int = 0
+    version: int | None = 0
+    """None if only reading the table of contents would tell."""
     bytes: int = 0
     files: int = 0
     saved: float = 0.0
@@ -316,7 +313,9 @@ def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
     except CheckpointingException as error:
         return replace(step, complete=None, reason=str(error)), storage
     name = backend.properties.name
-    version = backend.properties.version
+    version: int | None = None
+    if len(backend.properties.reads) == 1:
+        version = backend.properties.version
     if config is not None and config.sharded_backend == name:
         version = config.sharded_backend_version
     return replace(step, format=name, version=version), as_read_by(backend, storage)
