@@ -430,7 +430,8 @@ def the_format_is_another_one(r):
 
 @mistake(
     BackendError,
-    "unknown format 'torchdist': known are safetensors, torch, torch_dist, zarr",
+    "unknown format 'torchdist': known are deepspeed, orbax, safetensors, torch, ",
+    "torch_checkpointing, torch_dist, zarr",
 )
 def the_format_is_misspelt(r):
     r.load(r.model(), sharded_strategy="torchdist")
