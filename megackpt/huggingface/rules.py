@@ -266,55 +266,41 @@ class LayerKernel(Rule):
             yield self.name
 
     def pieces(self, shape: Shape, naming: Naming) -> list[Piece]:
-        kernel = shape
-        if self.layers:
-            kernel = (*shape[:1], *shape[2:])
+        # The axes of our tensor that a kernel has.
+        own = [axis for axis in range(len(shape)) if axis != 1 or not self.layers]
         rank = sum(map(len, self.axes))
-        if len(kernel) != rank or (self.layers and shape[1] != self.layers):
+        if len(own) != rank or (self.layers and shape[1:2] != (self.layers,)):
             raise ShardingError(
                 f"shape {shape} is not of {self.layers} layers of {rank} axes"
             )
-        theirs = tuple(math.prod(kernel[a] for a in joined) for joined in self.axes)
-        outer = [joined[0] for joined in self.axes if len(joined) > 1]
-        inner = tuple(joined[-1] for joined in self.axes)
+        axes = [[own[axis] for axis in joined] for joined in self.axes]
+        theirs = tuple(math.prod(shape[axis] for axis in joined) for joined in axes)
+        outer = [joined[0] for joined in axes if len(joined) > 1]
+        inner = tuple(joined[-1] for joined in axes)
         result = []
-        for name, layer in zip(self.names(), range(max(1, self.layers)), strict=True):
-            for index in product(*(range(kernel[axis]) for axis in outer)):
-                offset = [0] * rank
-                extent = list(kernel)
+        for layer, name in enumerate(self.names()):
+            for index in product(*(range(shape[axis]) for axis in outer)):
+                offset = [0] * len(shape)
+                extent = list(shape)
+                if self.layers:
+                    offset[1] = layer
+                    extent[1] = 1
                 for axis, number in zip(outer, index, strict=True):
                     offset[axis] = number
                     extent[axis] = 1
-                begin = tuple(
-                    offset[joined[0]] * kernel[joined[-1]] if len(joined) > 1 else 0
-                    for joined in self.axes
-                )
+                begin = tuple(offset[joined[0]] * shape[joined[-1]] for joined in axes)
                 piece = Piece(
                     Box(tuple(offset), tuple(extent)),
                     naming(name),
                     theirs,
-                    Box(begin, tuple(kernel[axis] for axis in inner)),
+                    Box(begin, tuple(shape[axis] for axis in inner)),
                     inner,
                     exact=True,
-                    alternating=rank - 1 if self.alternating else None,
+                    alternating=own[-1] if self.alternating else None,
                     factor=self.factor,
                 )
-                if self.layers:
-                    piece = _in_layer(piece, layer)
                 result.append(piece)
         return result
-
-
-def _in_layer(piece: Piece, layer: int) -> Piece:
-    """The piece of one kernel, in the tensor of all layers."""
-    offset = piece.box.offset
-    extent = piece.box.shape
-    box = Box((*offset[:1], layer, *offset[1:]), (*extent[:1], 1, *extent[1:]))
-    axes = tuple(None if a is None else a + (a > 0) for a in piece.axes)
-    alternating = piece.alternating
-    if alternating is not None:
-        alternating += 1
-    return replace(piece, box=box, axes=axes, alternating=alternating)
 
 
 def as_rule(theirs: Theirs) -> Rule:

@@ -20,6 +20,7 @@ from megackpt.errors import (
 )
 from megackpt.huggingface import (
     Fuse,
+    LayerKernel,
     Padded,
     Part,
     Piece,
@@ -382,3 +383,10 @@ def test_biases_that_a_configuration_tells_of() -> None:
     }  # fmt: skip
     with pytest.raises(MismatchError, match="no rule fits"):
         link(llama(CONFIG), [(f"{key}mlp.linear_fc2.bias", (16,))])
+
+
+def test_kernels_without_an_axis_of_layers_are_refused() -> None:
+    rule = LayerKernel("layers.#.norm", ((0,),), layers=3)
+    for shape in ((4,), (), (4, 2)):
+        with pytest.raises(MismatchError, match="is not of 3 layers of 1 axes"):
+            link({"norm": rule}, [("norm", shape)])
