@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorstore
 import torch
 
 import megackpt
@@ -410,3 +412,28 @@ def test_a_proxy_of_the_environment_is_an_error(
         megackpt.load_plain_tensors(GOLDEN / GOLDENS[0])
     monkeypatch.setenv("no_proxy", endpoint._HOST)
     assert megackpt.load_plain_tensors(GOLDEN / GOLDENS[0])
+
+
+def test_shards_of_zarr3_in_plain_files_are_read(tmp_path: Path) -> None:
+    # tensorstore asks for the index of a shard by its distance from the end of the file.
+    wide = np.arange(64, dtype=np.float32).reshape(8, 8)
+    inner = {
+        "chunk_shape": [4, 8],
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+    }
+    metadata = {
+        "shape": [8, 8],
+        "data_type": "float32",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [8, 8]}},
+        "codecs": [{"name": "sharding_indexed", "configuration": inner}],
+    }
+    kvstore = f"file://{tmp_path}/w/"
+    spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata}
+    tensorstore.open(spec, create=True).result().write(wide).result()
+    leaf = {
+        "key_metadata": [{"key": "w", "key_type": 2}],
+        "value_metadata": {"value_type": "jax.Array"},
+    }
+    (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"('w',)": leaf}}))
+    found = megackpt.load_plain_tensors(str(tmp_path))
+    assert_same(found["w"], torch.from_numpy(wide), "w")

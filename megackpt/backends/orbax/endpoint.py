@@ -33,7 +33,7 @@ _WINDOW = 1 << 20
 _BOMB_BYTES = 16 << 20
 _BOMB_RATIO = 16
 """A compressed node may have _BOMB_BYTES more than _BOMB_RATIO times its stored bytes."""
-_RANGE = re.compile(r"bytes=(\d{1,19})-(\d{0,19})")
+_RANGE = re.compile(r"bytes=(\d{0,19})-(\d{0,19})")
 _NODES = (0x0CDB3A2A, 0x0CDB1234, 0x0CDB20DE)
 """The first bytes of a manifest, a version node and a B+tree node of OCDBT."""
 _ZSTD = b"\x28\xb5\x2f\xfd"
@@ -141,14 +141,16 @@ class _Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         if asked is not None:
             match = _RANGE.fullmatch(asked)
-            if match is None or int(match[1]) >= reader.size:
+            if match is None or int(match[1] or 0) >= reader.size:
                 raise CorruptCheckpoint(
                     f"{where} has {reader.size} bytes, and the range {asked} was asked for"
                 )
             status = 206
-            start = int(match[1])
-            if match[2]:
-                stop = min(stop, int(match[2]) + 1)
+            if match[1]:
+                start = int(match[1])
+                stop = min(stop, int(match[2] or stop) + 1)
+            else:  # The last bytes: the index of a shard.
+                start = max(0, stop - int(match[2] or 0))
         length = stop - start
         if is_whole and length > server.largest:
             raise CorruptCheckpoint(
