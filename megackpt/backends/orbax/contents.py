@@ -6,8 +6,8 @@ import logging
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,12 @@ from megackpt.planning.manifest import (
     COMMON,
     ITEMSIZE,
     OBJECT,
-    Chunks,
+    Location,
     Manifest,
     TensorEntry,
     TensorMeta,
-    digest_rows,
     key_problem,
     size_problem,
-    table_of,
 )
 from megackpt.storage import Storage
 
@@ -59,9 +57,8 @@ class Contents:
 
     root: Storage
     entries: list[TensorEntry] = field(default_factory=list)
-    rows: list[tuple[int, str, int, int]] = field(default_factory=list)
-    """Chunks: the number of their tensor, file, start, length."""
-    boxes: list[Boxes] = field(default_factory=list)
+    rows: list[tuple[int, Box, str, int, int]] = field(default_factory=list)
+    """Chunks: the number of their tensor, box, file, start, length."""
     sources: dict[str, str] = field(default_factory=dict)
     """Key -> the leaf that it is of, for messages."""
     problems: list[str] = field(default_factory=list)
@@ -77,18 +74,10 @@ class Contents:
         if tree.values and not self.has_values:
             self.has_values = True
             file = item.path + tree.file
-            self._chunks(COMMON, Boxes.of([Box((), ())]), [(file, 0, 0)])
+            self._chunks(COMMON, [(Box((), ()), Location(file, 0, 0))])
         for name, inline in tree.inline.items():
-            boxes = Boxes.of([box for box, _ in inline.pieces])
-            places = [place for _, place in inline.pieces]
             meta = TensorMeta(inline.shape, inline.dtype)
-            self._tensor(
-                item,
-                prefix + name,
-                meta,
-                boxes,
-                [(p.file, p.start, p.length) for p in places],
-            )
+            self._tensor(item, prefix + name, meta, inline.pieces)
         with session(self.root) as opened:
             self._arrays(opened, item, prefix, tree, fill)
 
@@ -172,25 +161,22 @@ class Contents:
             )
         self.filled += max(0, missing)
         whole = Boxes.of([Box.whole(shape)])
-        boxes = cut(
-            whole,
-            np.array([chunk], np.int64).reshape(1, -1),
-            np.zeros_like(whole.offset),
-        )[1]
+        extents = np.array([chunk], np.int64)
+        boxes = cut(whole, extents, np.zeros_like(extents))[1]
         file = f"{item.path}{MANIFEST}"
         if not item.ocdbt:
             folder = f"{name}/" if name else ""
             file = f"{item.path}{folder}{_DOCUMENTS[driver]}"
-        place = file, 2 * (len(key) - len(name)) + fill, nbytes
-        self._tensor(item, key, TensorMeta(shape, dtype), boxes, [place] * len(boxes))
+        place = Location(file, 2 * (len(key) - len(name)) + fill, nbytes)
+        parts = [(boxes.row(row, len(shape)), place) for row in range(len(boxes))]
+        self._tensor(item, key, TensorMeta(shape, dtype), parts)
 
     def _tensor(
         self,
         item: Item,
         key: str,
         meta: TensorMeta,
-        boxes: Boxes,
-        places: list[tuple[str, int, int]],
+        parts: Sequence[tuple[Box, Location]],
     ) -> None:
         source = f"{item.path}{key}"
         other = self.sources.setdefault(key, source)
@@ -199,14 +185,15 @@ class Contents:
             problem = f"{source} and {other} have one key"
         if problem:
             self.problems.append(f"{key!r}: {problem}")
-        self._chunks(TensorEntry(key, meta), boxes, places)
+        self._chunks(TensorEntry(key, meta), parts)
 
     def _chunks(
-        self, entry: TensorEntry, boxes: Boxes, places: list[tuple[str, int, int]]
+        self, entry: TensorEntry, parts: Sequence[tuple[Box, Location]]
     ) -> None:
-        self.rows += [(len(self.entries), *place) for place in places]
+        number = len(self.entries)
+        for box, place in parts:
+            self.rows.append((number, box, place.file, place.start, place.length))
         self.entries.append(entry)
-        self.boxes.append(boxes)
 
     def manifest(self, version: int) -> Manifest:
         """Raises BackendError with all dtypes that torch lacks, CorruptCheckpoint with all problems."""
@@ -228,24 +215,10 @@ class Contents:
                 self.root.location,
                 self.filled,
             )
-        files, file = table_of(row[1] for row in self.rows)
-        count = len(self.rows)
-        chunks = Chunks(
-            np.array([row[0] for row in self.rows], np.int32),
-            Boxes.concat(self.boxes),
-            np.full(count, -1, np.int32),
-            file,
-            np.array([row[2] for row in self.rows], np.int64),
-            np.array([row[3] for row in self.rows], np.int64),
-            digest_rows(b""),
-        )
-        return Manifest(
-            tuple(self.entries),
-            (None,) * len(self.entries),
-            chunks,
-            files,
-            "native",
-            ("orbax", version),
+        return replace(
+            Manifest.of(self.entries, self.rows),
+            encoding="native",
+            backend=("orbax", version),
             tables=tuple(self.tables),
         )
 
