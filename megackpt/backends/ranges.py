@@ -10,7 +10,7 @@ whole digest blocks are read and hashed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from megackpt.planning.manifest import (
     Bool,
     Digests,
     LoadPlan,
+    ReadItem,
     digest_rows,
     itemsizes,
 )
@@ -244,6 +245,15 @@ def read_raw(root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
     if len(texts) == 1 or any(type(e) is not CorruptCheckpoint for e in errors):
         raise errors[0]
     raise CorruptCheckpoint("\n".join(texts)) from errors[0]
+
+
+def hand_out(values: Array, box: Box, items: Iterable[ReadItem], into: Target) -> None:
+    """Copy the regions of ``items`` out of ``values``, the decoded elements of ``box``."""
+    for item in items:
+        filled = into.open(item.target, item.box)
+        index: Any = (*item.box.relative_to(box).slices(), ...)
+        filled[...] = values[index].view(filled.dtype)
+        into.close(item.target, item.box, filled)
 
 
 class _Piece(NamedTuple):

@@ -30,7 +30,7 @@ from megackpt.backends.orbax.trees import (
     find_items,
     read_tree,
 )
-from megackpt.backends.ranges import read_raw
+from megackpt.backends.ranges import hand_out, read_raw
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.planning.box import Box, Int64, group
 from megackpt.planning.manifest import (
@@ -198,8 +198,4 @@ def _read_regions(opened: Session, items: list[ReadItem], into: Target) -> None:
             "memory for"
         )
     values = opened.read(array, read, f"{ShardId(key, read)} in {file}")
-    for part in items:
-        filled = into.open(part.target, part.box)
-        index: Any = (*part.box.relative_to(read).slices(), ...)
-        filled[...] = values[index].view(filled.dtype)
-        into.close(part.target, part.box, filled)
+    hand_out(values, read, items, into)

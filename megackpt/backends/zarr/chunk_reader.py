@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megackpt.backends.base import Target, run_in_threads
 from megackpt.backends.object_files import ConvertedObjects
-from megackpt.backends.ranges import PIECE, octets, read_raw
+from megackpt.backends.ranges import PIECE, hand_out, octets, read_raw
 from megackpt.backends.zarr.array_metadata import read_layout
 from megackpt.backends.zarr.codecs import TENSORSTORE, shard_index
 from megackpt.backends.zarr.grid import (
@@ -150,12 +150,7 @@ class _ChunkReader:
             return
         checked = partial(self._checked_elements, entry, chunk, verify)
         values = read_again(self.root, checked)
-        for item in items:
-            filled = into.open(item.target, item.box)
-            index: Any = (*item.box.relative_to(chunk.box).slices(), ...)
-            region = values[index]
-            filled[...] = region.view(filled.dtype)
-            into.close(item.target, item.box, filled)
+        hand_out(values, chunk.box, items, into)
 
     def _fill(self, items: list[ReadItem], into: Target) -> None:
         """Fill regions of a missing chunk."""
