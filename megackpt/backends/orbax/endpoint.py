@@ -105,15 +105,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self._answer(is_whole=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(is_whole=False)
-
-    def log_message(self, *_: object) -> None:
-        """No effect: requests are not logged."""
-
-    def _answer(self, is_whole: bool) -> None:
         server = cast(Endpoint, self.server)
         prefix = f"/{server.secret}/"
         try:
@@ -123,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
                 )
             name = unquote(self.path[len(prefix) :], errors="surrogateescape")
             with server.root.open(name) as reader:
-                self._send(server, name, reader, is_whole)
+                self._send(server, name, reader)
         except FileNotFoundError:
             self._send_status(404)
         except (CheckpointingException, OSError) as error:
@@ -131,9 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
                 server.errors.append(error)
                 self._send_status(403)
 
-    def _send(
-        self, server: Endpoint, name: str, reader: FileReader, is_whole: bool
-    ) -> None:
+    def _send(self, server: Endpoint, name: str, reader: FileReader) -> None:
         where = f"{server.root.location}/{name}"
         start = 0
         stop = reader.size
@@ -152,30 +141,27 @@ class _Handler(BaseHTTPRequestHandler):
             else:  # The last bytes: the index of a shard.
                 start = max(0, stop - int(match[2] or 0))
         length = stop - start
-        if is_whole and length > server.largest:
+        if length > server.largest:
             raise CorruptCheckpoint(
                 f"{where}: {length} bytes from byte {start} on are more than one value has"
             )
-        first = allocate(min(length, _WINDOW) if is_whole else 0, where)
+        first = allocate(min(length, _WINDOW), where)
         reader.read_into(start, [memoryview(first)])
         _refuse_bomb(reader, start, length, first, where)
-        tag = f'"{reader.size}"'
-        if self.headers.get("If-None-Match") == tag:
-            self._send_status(304)
-            return
         self.send_response(status)
         self.send_header("Content-Length", str(length))
-        self.send_header("ETag", tag)
+        self.send_header("ETag", f'"{reader.size}"')
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{reader.size}")
         self.end_headers()
-        if not is_whole:
-            return
         self.wfile.write(first)
         for at in range(start + len(first), stop, _WINDOW):
             part = memoryview(first)[: min(_WINDOW, stop - at)]
             reader.read_into(at, [part])
             self.wfile.write(part)
+
+    def log_message(self, *_: object) -> None:
+        """No effect: requests are not logged."""
 
     def _send_status(self, status: int) -> None:
         self.send_response(status)
