@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -138,6 +139,13 @@ class Contents:
             return
         if problem := size_problem(shape, dtype):
             self.problems.append(f"{key!r}: {problem}")
+            return
+        if '"blosc"' in json.dumps(array.codec.to_json()):
+            # tensorstore takes the memory that a header of blosc claims.
+            self.problems.append(
+                f"{key!r} is compressed by blosc, which orbax does not use: zarr reads it, from a "
+                "directory of its own"
+            )
             return
         number = _count(shape, chunk)
         nbytes = math.prod(chunk) * ITEMSIZE[dtype]

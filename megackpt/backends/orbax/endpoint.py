@@ -179,10 +179,13 @@ def _refuse_bomb(
     """
     if len(first) < 24 or struct.unpack_from(">IQ", first)[0] not in _NODES:
         return
-    if first[4:12] != length.to_bytes(8, "little") or first[12:14] != b"\0\1":
+    if first[4:12] != length.to_bytes(8, "little") or first[12:14] == b"\0\0":
         return
-    if first[14:18] != _ZSTD:
-        return
+    # tensorstore takes a version of more bytes, too, and would find the frame behind them.
+    if first[12:14] != b"\0\1" or first[14:18] != _ZSTD:
+        raise CorruptCheckpoint(
+            f"{where}: the node of OCDBT at byte {start} has no version and form that are known"
+        )
     flags = first[18]
     is_single = flags >> 5 & 1
     at = 19 + (not is_single) + (0, 1, 2, 4)[flags & 3]

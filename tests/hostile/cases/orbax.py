@@ -9,6 +9,9 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import google_crc32c
+import numcodecs
+
 from tests.hostile import ocdbt, orbax_files
 from tests.hostile.cases.place import Place, add
 from tests.hostile.ocdbt import MANIFEST, NODE, Value
@@ -116,6 +119,14 @@ def moved(**fields: Any) -> Spoil:
     return with_values(lambda v: v.update({"w/0.0": value}))
 
 
+def two_bytes(body: bytes) -> bytes:
+    """A node whose version 0 takes two bytes: tensorstore reads it."""
+    held = b"\x80\0\1" + ocdbt.zstd(body)
+    data = struct.pack(">I", NODE) + struct.pack("<Q", 16 + len(held)) + held
+    return data + struct.pack("<I", google_crc32c.value(data))
+
+
+BLOSC_BOMB = bytes(numcodecs.Blosc("zstd").encode(bytes(512 << 20)))
 EMPTY_BLOCKS = b"\x28\xb5\x2f\xfd\0\x38" + bytes(3 << 20)
 LARGE_WINDOW = b"\x28\xb5\x2f\xfd\0\xf8" + bytes(99)
 ZLIB = {"id": "zlib", "level": 1}
@@ -190,6 +201,8 @@ for _name, _spoil, _tells in (
     ("a chunk that is a bomb of zstd", with_data(ocdbt.bomb(4 << 30), compressor={"id": "zstd"}), "'w'"),
     ("a chunk that is a bomb of zlib", with_data(orbax_files.zlib_bomb(), compressor=ZLIB), "'w'"),
     ("a chunk that is a lie of blosc", with_data(blosc(0x7FFFFFFF), compressor={"id": "blosc"}), "'w'"),
+    ("a chunk that is a bomb of blosc", with_data(BLOSC_BOMB, compressor={"id": "blosc"}), "'w'"),
+    ("a node of a version in two bytes", forged(node=two_bytes), "version"),
     ("a tree of a TiB that is a hole", hole("_METADATA"), "_METADATA"),
     ("an empty tree", cut("_METADATA", 0), "_METADATA"),
     ("a tree of depth", lambda p: p.put("_METADATA", _DEEP), "_METADATA"),
