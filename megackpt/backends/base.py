@@ -7,10 +7,12 @@ Built-in formats and plug-ins implement the same ``Backend``, and pass the same 
 from __future__ import annotations
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
@@ -61,6 +63,15 @@ def run_in_threads(count: int, work: Callable[[Iterator[int]], None]) -> None:
     with ThreadPoolExecutor(THREADS, "megackpt-read") as pool:
         for future in [pool.submit(until_error) for _ in range(THREADS)]:
             future.result()
+
+
+@cache
+def first_user() -> int:
+    """The process that first used tensorstore, of this one and the ones it is forked from.
+
+    tensorstore ends a process that is forked from a user of tensorstore, and uses tensorstore.
+    """
+    return os.getpid()
 
 
 class Source(Protocol):

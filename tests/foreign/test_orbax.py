@@ -437,3 +437,24 @@ def test_shards_of_zarr3_in_plain_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"('w',)": leaf}}))
     found = megackpt.load_plain_tensors(str(tmp_path))
     assert_same(found["w"], torch.from_numpy(wide), "w")
+
+
+def test_a_fork_of_a_user_of_tensorstore_gets_an_error() -> None:
+    """tensorstore would end such a process."""
+    script = f"""
+import os
+import megackpt
+from megackpt.errors import BackendError
+
+folder = {str(GOLDEN / "orbax-0.12.8-v0-plain")!r}
+megackpt.load_plain_tensors(folder)
+child = os.fork()
+if not child:
+    try:
+        megackpt.load_plain_tensors(folder)
+    except BackendError as error:
+        os._exit("spawn" not in str(error))
+    os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -6,6 +6,7 @@ last read: converters and ``verify`` read cell by cell, and each session reads t
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.backends.base import first_user
 from megackpt.backends.orbax.endpoint import Endpoint
 from megackpt.backends.orbax.trees import MANIFEST, Item
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    StorageError,
+)
 from megackpt.planning.box import Box
 from megackpt.storage import Storage
 
@@ -160,7 +167,15 @@ class Session:
 
 @contextmanager
 def session(root: Storage) -> Iterator[Session]:
-    """The session of a checkpoint. It does not end in this block. An error ends it soon."""
+    """The session of a checkpoint. It does not end in this block. An error ends it soon.
+
+    Raises BackendError in a process that is forked from a user of tensorstore.
+    """
+    if first_user() != os.getpid():
+        raise BackendError(
+            f"{root.location}: tensorstore would end this process, because it is forked from one "
+            "that has used tensorstore: start it by another method, such as spawn"
+        )
     with _lock:
         if id(root) not in _sessions:
             _sessions[id(root)] = Session(root)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.backends.base import first_user
 from megackpt.backends.zarr.codecs import TENSORSTORE, ZARR_PYTHON
 from megackpt.backends.zarr.decoding_process import ELEMENTS, store_names
 from megackpt.errors import BackendError, CorruptCheckpoint
@@ -87,7 +88,7 @@ def decode(library: str | None, document: str, data: Data, where: str) -> NDArra
     """
     try:
         # tensorstore ends a process that is forked from a user of tensorstore.
-        if library == TENSORSTORE and _first_user() == os.getpid():
+        if library == TENSORSTORE and first_user() == os.getpid():
             return _by_tensorstore(document, data)
         return _process_of(os.getpid()).decode(document, data)
     except (ImportError, OSError) as error:
@@ -102,11 +103,6 @@ def decode(library: str | None, document: str, data: Data, where: str) -> NDArra
         raise CorruptCheckpoint(
             f"{where}: {library} cannot decode the chunk: {error}"
         ) from error
-
-
-@cache
-def _first_user() -> int:
-    return os.getpid()
 
 
 @lru_cache(maxsize=16)
