@@ -9,6 +9,7 @@ import fnmatch
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -63,6 +64,8 @@ _ROOT_KEY = "array"
 _NAMED = 5  # missing chunks that an error names for each tensor
 _DEEPEST = 32  # nested folders, for keys with "/" in version 1
 _MOST_FOLDERS = 1_000  # that are looked at behind a link
+_CHUNK = re.compile(r"(c\.)?[0-9]+(\.[0-9]+)*")
+"""Names of chunks, and of folders of chunks."""
 _LOCKS = ".sync"
 """Megatron-Core up to 0.15 writes flattened tensors under zarr's ProcessSynchronizer. It leaves
 empty files with the names of the locked files (".zarray", "0.0"), in a folder with the name of the
@@ -206,7 +209,22 @@ class _Found:
             self.cell(layout, layout.box(index), files[index], description)
         # A description may claim any number of cells. The existing files bound the work.
         gaps = list(_gaps(layout.counts, there))
+        strays: list[str] = []
         if gaps and self.fills:
+            # As of another separator: zeros would take the place of their elements.
+            present = {file.removeprefix(join(folder, "")) for file in files.values()}
+            strays = [
+                name
+                for name in self.root.list(folder)
+                if _CHUNK.fullmatch(name) and name not in present
+                if "." in name or layout.separator == "."
+            ]
+        if strays:
+            self.problems.append(
+                f"tensor {key!r} ({folder}) lacks the chunk {layout.file(gaps[0].offset)}, and has "
+                f"{strays[0]}, which is no chunk of it"
+            )
+        elif gaps and self.fills:
             self.encoding = "native"
             for gap in gaps:
                 self.missing += gap.volume * layout.chunks_in_a_cell
@@ -340,8 +358,12 @@ def _find_nested(found: _Found, folder: str, depth: int) -> None:
         # The folders in this one have numbers of chunks as names. Version 3 nests no arrays.
         if layout.separator == "/" or layout.description == ARRAY:
             return
-    elif ZARRAY in names and ARRAY not in names:
-        found.problems.append(f"{join(folder, ZARRAY)} is not a regular file")
+    elif ZARRAY in names:
+        found.problems.append(
+            f"{join(folder, ZARRAY)} is not a regular file, or is beside the {ARRAY} of a group"
+        )
+    elif described and root.size(join(folder, ARRAY)) is None:
+        found.problems.append(f"{join(folder, ARRAY)} is not a regular file")
     elif folder and not described:
         shards = fnmatch.filter(names, "shard_*.pt")
         if shards:

@@ -196,3 +196,20 @@ add("folders in folders", "other gzip", deep, "deep")
 add("a group that is a link", "other gzip", lambda p: (
     (p.outside / "zarr.json").write_bytes(b'{"zarr_format": 3, "node_type": "group"}'),
     (p.folder / "link").symlink_to(p.outside)), ".")  # fmt: skip
+
+
+def linked(name: str) -> Callable[[Place], None]:
+    def spoil(place: Place) -> None:
+        (place.folder / "v").mkdir()
+        (place.folder / "v" / name).symlink_to(place.outside / "secret")
+
+    return spoil
+
+
+for _name in ("zarr.json", ".zarray"):
+    add(f"a {_name} that is a link", "other gzip", linked(_name), f"v/{_name}")
+add("a group that is an array of version 2", "old bz2", lambda p: p.put(
+    "w/zarr.json", b'{"zarr_format": 3, "node_type": "group"}'), r"\.zarray|recognised")  # fmt: skip
+add("chunks of another separator", "old bz2", lambda p: (
+    (p.folder / "w/0").mkdir(), (p.folder / "w/0.0").rename(p.folder / "w/0/0")),
+    "'w'")  # fmt: skip
