@@ -341,6 +341,19 @@ def test_files_that_disagree_are_named(tmp_path, kind, which, change, tells) -> 
         megackpt.load_plain_tensors(tmp_path / "step")
 
 
+def test_files_of_swapped_ranks_are_noticed(tmp_path) -> None:
+    """The last rank has the padding, and so the shortest part."""
+    groups = [{"w": torch.randn(5, 4), "b": torch.randn(7)}]
+    files.write_zero2(tmp_path / "step", groups, 3)
+    last = tmp_path / "step" / files.optimizer_file(2)
+    other = tmp_path / "step" / files.optimizer_file(1)
+    last.rename(tmp_path / "aside")
+    other.rename(last)
+    (tmp_path / "aside").rename(other)
+    with pytest.raises(CorruptCheckpoint, match="partitions of the ranks have"):
+        megackpt.load_plain_tensors(tmp_path / "step")
+
+
 MISSING = (
     ("zero2", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
     ("zero2", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),

@@ -357,6 +357,8 @@ def _runs(
                 at = stop
         # DeepSpeed pads a group to a multiple of two elements a rank.
         fits = 0 <= ends[-1] - offset < 2 * ranks
+        # Ranks have equal parts. Only at the end is there padding, which is not stored.
+        fits = fits and sizes == sorted(sizes, reverse=True)
     if not fits:
         names = join_truncated([repr(name) for name in group], 3, ", ")
         raise CorruptCheckpoint(
