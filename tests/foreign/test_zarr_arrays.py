@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import lzma
+import os
 import random
+import signal
 import subprocess
 import sys
 import warnings
@@ -28,7 +30,7 @@ import megackpt
 import megackpt.zarr_dtypes
 from megackpt import ShardedTensor, Strategy
 from megackpt.__main__ import main
-from megackpt.backends.zarr import Zarr
+from megackpt.backends.zarr import Zarr, library_decoders
 from megackpt.backends.zarr.array_metadata import read_layout
 from megackpt.backends.zarr.library_decoders import decode
 from megackpt.errors import BackendError, CorruptCheckpoint
@@ -428,6 +430,28 @@ def test_zarr_python_decodes_on_after_a_chunk_that_it_had_to_leave(
             megackpt.load_plain_tensors(tmp_path / "bomb")
         found = megackpt.load_plain_tensors(tmp_path / "good")["w"]
         assert_same(found, as_tensor(values))
+
+
+def test_a_process_of_zarr_python_that_stands_still_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = zarr.create_array(
+        tmp_path / "w",
+        shape=(4,),
+        dtype="int32",
+        zarr_format=2,
+        compressors=numcodecs.LZ4(),
+    )
+    array[...] = 7
+    assert megackpt.load_plain_tensors(tmp_path)["w"].tolist() == [7] * 4
+    running = library_decoders._process_of(os.getpid())._running
+    assert running is not None
+    os.kill(running[0].pid, signal.SIGSTOP)
+    monkeypatch.setattr(library_decoders, "_PATIENCE", 1)
+    with pytest.raises(BackendError, match="memory or time"):
+        megackpt.load_plain_tensors(tmp_path)
+    monkeypatch.undo()
+    assert megackpt.load_plain_tensors(tmp_path)["w"].tolist() == [7] * 4
 
 
 def test_a_damaged_chunk_is_not_taken_for_the_next_one(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ _NUMERIC = re.compile(
 """Codecs that decode numbers. numcodecs has codecs for objects, too, which may run code (pickle)."""
 _MOST_CODECS = 32
 _SPARE = 1 << 16
+_PATIENCE = 120
+_RATE = 1 << 18
+"""Seconds that zarr-python has for a chunk: _PATIENCE, and one for each _RATE of its bytes."""
 
 Data = bytes | bytearray | None
 """The bytes of a chunk; None: it is not stored, and consists of the fill value."""
@@ -162,6 +165,9 @@ class _Process:
             try:
                 connection.send_bytes(document.encode())
                 connection.send_bytes(data or b"")
+                # Its limit is of processor time, which a process that stands still does not use.
+                if not connection.poll(_PATIENCE + 16 * size // _RATE):
+                    raise EOFError
                 # Items have at most 16 bytes.
                 answer = connection.recv_bytes(16 * size + _SPARE)
             except (OSError, EOFError) as error:
