@@ -35,6 +35,7 @@ from tests.bits import assert_same
 from tests.buckets import Bucket
 from tests.converter.test_memory import peak
 from tests.foreign.bars import TARGETS, check_conversions, check_layouts
+from tests.hostile.orbax_files import packed
 from tests.ports import unused_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -458,3 +459,12 @@ if not child:
 assert os.waitpid(child, 0)[1] == 0
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_values_of_two_items_under_one_key_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    for name, tree in (("a", {"b.c": 1}), ("a.b", {"c": 2})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint").write_bytes(packed(tree))
+    with pytest.raises(CorruptCheckpoint, match="have one key"):
+        megackpt.load_common_state_dict(tmp_path)

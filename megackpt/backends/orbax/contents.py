@@ -76,6 +76,11 @@ class Contents:
             self.has_values = True
             file = item.path + tree.file
             self._chunks(COMMON, [(Box((), ()), Location(file, 0, 0))])
+        for name in tree.values:
+            source = f"{item.path}{prefix}{name}"
+            other = self.sources.setdefault(prefix + name, source)
+            if other != source:
+                self.problems.append(f"{source} and {other} have one key")
         for name, inline in tree.inline.items():
             meta = TensorMeta(inline.shape, inline.dtype)
             self._tensor(item, prefix + name, meta, inline.pieces)
