@@ -98,6 +98,7 @@ def _contents(
     """The shards of tensors and objects. Raises BackendError for kinds that cannot be read."""
     world = described["world_size"]
     unread = set(root.list()) - {METADATA}
+    known = set[str]()
     for item, content in described["metadata"].items():
         files: dict[int, dict[str, torch_reader.Shard]] = {}
         layouts = content["rank_to_layout_info"]
@@ -106,17 +107,14 @@ def _contents(
                 f"{item!r} does not have the ranks of a world of {world!r}"
             )
         for rank, layout in layouts.items():
-            file = f"{item}_{rank}.pt"
-            kind = _KIND
-            if layout is not None:
-                file = layout["file_path"]
-                kind = layout["serialization_format"]["type"]
-            if kind != _KIND:
-                raise BackendError(
-                    f"{root.location}/{file} has the form {kind}: only {_KIND} is read"
-                )
+            file = _file_of_rank(root, item, rank, layout)
             if root.size(file) is None:
                 continue  # a rank may lack an item
+            if file in known:
+                raise CorruptCheckpoint(
+                    f"{root.location}/{file} is the file of several ranks, says {METADATA}"
+                )
+            known.add(file)
             unread.discard(file.partition("/")[0])
             files[rank] = {}
             shards, _ = torch_reader.read_contents(root, file, local_parts=True)
@@ -152,6 +150,21 @@ def _contents(
             METADATA,
             join_truncated(others, 8, ", "),
         )
+
+
+def _file_of_rank(
+    root: Storage, item: str, rank: int, layout: Mapping[str, Any] | None
+) -> str:
+    """The name of a rank's file of an item. Raises BackendError if no torch.save wrote the file."""
+    if layout is None:
+        return f"{item}_{rank}.pt"
+    file: str = layout["file_path"]
+    kind = layout["serialization_format"]["type"]
+    if kind != _KIND:
+        raise BackendError(
+            f"{root.location}/{file} has the form {kind}: only {_KIND} is read"
+        )
+    return file
 
 
 def _object(file: str) -> TensorEntry:

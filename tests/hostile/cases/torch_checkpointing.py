@@ -173,6 +173,7 @@ for _name, _spoil, _tells in (
     ("a file that leads out", layout("../../outside/secret"), "secret"),
     ("an absolute file", layout("/etc/passwd"), "passwd"),
     ("a file without a name", layout(""), "''"),
+    ("a file of two ranks", layout("model_0.pt"), "several ranks"),
     ("a file of another form", layout("model_1.pt", "JsonSerialization"), "JsonSerialization"),
     ("a file that is the metadata", layout(METADATA), METADATA),
     ("a layout that is a text", item(lambda i: i["rank_to_layout_info"].update({1: "x"})), METADATA),
