@@ -209,7 +209,7 @@ class Contents:
         self.entries.append(entry)
 
     def manifest(self, version: int) -> Manifest:
-        """Raises BackendError with all dtypes that torch lacks, CorruptCheckpoint with all problems."""
+        """Raises BackendError with all dtypes that torch lacks, else CorruptCheckpoint."""
         if self.unsupported:
             raise BackendError(
                 f"{self.root.location} cannot be read: torch does not have the dtypes of its "

@@ -33,10 +33,11 @@ _COMPRESSORS = frozenset(("gzip", "zstd", "blosc"))
 _FLAT = _COMPRESSORS | {"transpose", "bytes", "crc32c"}
 _V2 = frozenset((None, "blosc", "bz2", "gzip", "zlib", "zstd"))
 _NUMERIC = re.compile(
-    "bytes|transpose|sharding_indexed|(numcodecs[.])?(adler32|astype|bitround|blosc|bz2|crc32c?|delta|fixedscaleoffset|fletcher32|gzip|"
-    "jenkins_lookup3|lz4|lzma|packbits|pcodec|quantize|shuffle|zfpy|zlib|zstd)"
+    "bytes|transpose|sharding_indexed|(numcodecs[.])?(adler32|astype|bitround|blosc|bz2|crc32c?|"
+    "delta|fixedscaleoffset|fletcher32|gzip|jenkins_lookup3|lz4|lzma|packbits|pcodec|quantize|"
+    "shuffle|zfpy|zlib|zstd)"
 )
-"""Codecs that decode numbers. numcodecs has codecs for objects, too, which may run code (pickle)."""
+"""Codecs that decode numbers. The codecs of numcodecs for objects may run code (pickle)."""
 _MOST_CODECS = 32
 _SPARE = 1 << 16
 _PATIENCE = 120
