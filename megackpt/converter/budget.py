@@ -87,7 +87,7 @@ def worker_bytes(
         number = chunks.tensor[row]
         key, meta = manifest.tensors[number]
         shard = ShardId(key, chunks.boxes.row(row, len(meta.shape)))
-        kind = "a chunk that is decoded whole,"
+        kind = "a chunk that is decoded whole, in memory"
         if is_object[number]:
             kind = "an object"
         raise BackendError(
