@@ -164,7 +164,8 @@ def the_ranks_choose_different_formats(r):
 
 @mistake(
     BackendError,
-    "unknown format 'torch-dist': known are safetensors, torch, torch_dist, zarr",
+    "unknown format 'torch-dist': known are deepspeed, orbax, safetensors, torch, ",
+    "torch_checkpointing, torch_dist, zarr",
 )
 def the_format_is_misspelt(r):
     r.save(r.model(), "torch-dist")
