@@ -104,7 +104,8 @@ def _is_foreign(root: Storage, file: str) -> bool:
     try:
         document = json.loads(root.get(file, limits.ZARR_DESCRIPTION_BYTES))
         ours = not {"key", "megackpt"}.isdisjoint(document.get("attributes", ()))
-        return document["zarr_format"] == 3 and not ours
+        is_node = document["node_type"] in ("array", "group")
+        return document["zarr_format"] == 3 and is_node and not ours
     except (CorruptCheckpoint, *PARSE_ERRORS):
         return False
 
