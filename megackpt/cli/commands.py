@@ -30,6 +30,9 @@ from megackpt.progress_line import is_terminal
 _NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])", re.ASCII)
 """A part of a key, between two dots."""
 
+_FSDP_STATE = "optimizer.state.module.module.module."
+"""Keys of an optimizer's state that Megatron-FSDP saved begin so."""
+
 Entry = dict[str, Any]
 
 
@@ -198,7 +201,8 @@ def show(options: argparse.Namespace) -> Answer:
         "chunks": len(manifest.chunks),
         "bytes": int(manifest.chunks.length.sum()),
     }
-    if any(entry.key.startswith("model.module.") for entry in manifest.tensors):
+    # Weights alone do not tell: DistributedDataParallel gives them the same names.
+    if any(entry.key.startswith(_FSDP_STATE) for entry in manifest.tensors):
         data["names"] = "fsdp_dtensor (Megatron-FSDP)"
     if manifest.values is not None:
         data["nonfinite"] = sum(manifest.values.nonfinite.clip(0).tolist())

@@ -480,10 +480,7 @@ def _recognised(storage: Storage) -> tuple[dict[str, Backend], list[str]]:
             backend = made(entry.kind(), entry.name, {})
             if backend.recognises(storage):
                 found.setdefault(entry.name, reader_of(entry.name, entry.version))
-        except (
-            StorageError,
-            NotACheckpoint,
-        ):  # NotACheckpoint: a save that is not finished
+        except (StorageError, NotACheckpoint):  # or a save that is not finished
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it must not hide other formats
             unasked.append(f"{entry.name}: {error}")

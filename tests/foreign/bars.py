@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
 import megackpt
 from megackpt import ShardedTensor
 from tests.bits import assert_same
+from tests.converter.test_memory import peak
 
 TARGETS = ("torch_dist", "zarr", "safetensors", "torch")
+MEMORY = 512 << 20
+"""Bytes that a conversion may take above idle, at any size."""
+MEMORY_RUNS = (
+    pytest.param(0.25, "zarr", marks=pytest.mark.slow),
+    *(pytest.param(4, to, marks=pytest.mark.campaign) for to in TARGETS),
+)
+"""Sizes in GiB, and formats."""
+
+
+def check_memory(source: Path, target: Path, to: str) -> None:
+    """Convert within ``MEMORY``, and print what the conversion took."""
+    taken = peak(source, target, to, MEMORY)
+    print(f"{to}: {taken / (1 << 20):.0f} MiB")
+    assert taken <= MEMORY
 
 
 def check_layouts(source: Path, expected: Mapping[str, torch.Tensor]) -> None:

@@ -27,8 +27,13 @@ from megackpt.huggingface import (
     to_fsdp_dtensor,
 )
 from tests.bits import assert_same
-from tests.converter.test_memory import peak
-from tests.foreign.bars import TARGETS, check_conversions, check_layouts
+from tests.foreign.bars import (
+    MEMORY_RUNS,
+    TARGETS,
+    check_conversions,
+    check_layouts,
+    check_memory,
+)
 from tests.ports import unused_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -200,6 +205,16 @@ def test_show_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert megackpt.verify(GOLDEN).ok
 
 
+def test_show_does_not_guess_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DistributedDataParallel begins the names of weights in the same way."""
+    weight = ShardedTensor.from_rank_offsets("model.module.weight", torch.zeros(4))
+    megackpt.save({"w": weight}, tmp_path / "c")
+    assert main(["show", str(tmp_path / "c")]) == 0
+    assert "names:" not in capsys.readouterr().out
+
+
 def test_a_conversion_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,16 +270,8 @@ def test_what_megatron_writes_today(tmp_path: Path) -> None:
 
 
 @pytest.mark.megatron
-@pytest.mark.parametrize(
-    ("gibibytes", "to"),
-    [
-        pytest.param(0.25, "zarr", marks=pytest.mark.slow),
-        *(pytest.param(4, to, marks=pytest.mark.campaign) for to in TARGETS),
-    ],
-)
+@pytest.mark.parametrize(("gibibytes", "to"), MEMORY_RUNS)
 def test_memory_is_bounded(tmp_path: Path, gibibytes: float, to: str) -> None:
     write(tmp_path / "c", int(gibibytes * (1 << 18)))
-    taken = peak(tmp_path / "c", tmp_path / "target", to, 512 << 20)
+    check_memory(tmp_path / "c", tmp_path / "target", to)
     shutil.rmtree(tmp_path)
-    print(f"{to}: {taken / (1 << 20):.0f} MiB")
-    assert taken <= 512 << 20

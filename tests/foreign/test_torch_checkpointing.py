@@ -20,8 +20,12 @@ from megackpt.__main__ import main
 from megackpt.converter import conversion
 from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
 from tests.bits import assert_same
-from tests.converter.test_memory import peak
-from tests.foreign.bars import TARGETS, check_conversions, check_layouts
+from tests.foreign.bars import (
+    MEMORY_RUNS,
+    check_conversions,
+    check_layouts,
+    check_memory,
+)
 from tests.ports import unused_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -181,16 +185,8 @@ def test_what_the_library_writes_today(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch_checkpointing
-@pytest.mark.parametrize(
-    ("gibibytes", "to"),
-    [
-        pytest.param(0.25, "zarr", marks=pytest.mark.slow),
-        *(pytest.param(4, to, marks=pytest.mark.campaign) for to in TARGETS),
-    ],
-)
+@pytest.mark.parametrize(("gibibytes", "to"), MEMORY_RUNS)
 def test_memory_is_bounded(tmp_path: Path, gibibytes: float, to: str) -> None:
     write(tmp_path / "c", int(gibibytes * (1 << 18)))
-    taken = peak(tmp_path / "c", tmp_path / "target", to, 512 << 20)
+    check_memory(tmp_path / "c", tmp_path / "target", to)
     shutil.rmtree(tmp_path)
-    print(f"{to}: {taken / (1 << 20):.0f} MiB")
-    assert taken <= 512 << 20

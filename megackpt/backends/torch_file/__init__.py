@@ -4,8 +4,7 @@
 
 A format for export: one process, that of a conversion, writes the whole file; see file_writer.py.
 Reads any file of torch.save by its path, also nested states and views, and the
-``pytorch_model.bin`` of Hugging Face's directories; see
-backends/torch_reader.py. No pickle runs code.
+``pytorch_model.bin`` of Hugging Face's directories; see torch_reader.py. No pickle runs code.
 """
 
 from __future__ import annotations

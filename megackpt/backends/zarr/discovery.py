@@ -84,7 +84,7 @@ def holds(root: Storage, folder: str, name: str) -> bool:
 def recognised(root: Storage) -> bool:
     """Is this a zarr group or array, or a folder of these? An unfinished save of ours is not.
 
-    The first description decides, of the root or of a folder in it.
+    The first description of a group or an array decides, of the root or of a folder in it.
     """
     names = root.list()
     if not _ORBAX.isdisjoint(names):
@@ -94,20 +94,25 @@ def recognised(root: Storage) -> bool:
             if folder and not holds(root, folder, name):
                 continue
             file = join(folder, name)
-            if folder or root.size(file) is not None:
-                return name != ARRAY or _is_foreign(root, file)
+            if not folder and root.size(file) is None:
+                continue
+            foreign = name != ARRAY or _is_foreign(root, file)
+            if foreign is not None:
+                return foreign
     return False
 
 
-def _is_foreign(root: Storage, file: str) -> bool:
-    """Does this zarr.json of version 3 lack what we write into each?"""
+def _is_foreign(root: Storage, file: str) -> bool | None:
+    """Does this zarr.json lack what we write into each? None: it describes no group or array."""
     try:
         document = json.loads(root.get(file, limits.ZARR_DESCRIPTION_BYTES))
         ours = not {"key", "megackpt"}.isdisjoint(document.get("attributes", ()))
-        is_node = document["node_type"] in ("array", "group")
-        return document["zarr_format"] == 3 and is_node and not ours
+        kind = document["zarr_format"], document["node_type"]
     except (CorruptCheckpoint, *PARSE_ERRORS):
-        return False
+        return None
+    if kind not in ((3, "array"), (3, "group")):
+        return None
+    return not ours
 
 
 def discover(root: Storage, version: int, fills: bool = True) -> Manifest:
