@@ -241,8 +241,9 @@ def newest_first(
 ) -> Iterator[Step]:
     """The steps of a run; each is examined when the iterator reaches it.
 
-    If several checkpoints have one number, the one with the manager's naming comes first. A
-    step that only a tracker names is included, as incomplete.
+    If several checkpoints have one number, the one with the manager's naming comes first, and
+    those of other libraries come last. A step that only a tracker names is included, as
+    incomplete.
     """
     root = retention.root
     try:
@@ -267,7 +268,8 @@ def newest_first(
         if lost and not steps:
             name = retention.naming.name(number)
             steps = [Step(name, "", number, False, "; ".join(lost))]
-        yield from sorted(steps, key=lambda step: not retention.is_own_name(step.name))
+        steps.sort(key=lambda s: (not retention.is_own_name(s.name), s.read_only))
+        yield from steps
 
 
 def find_latest(

@@ -98,6 +98,8 @@ class Step:
     files: int = 0
     saved: float = 0.0
     """When its newest file was written, in seconds since 1970."""
+    read_only: bool = False
+    """Whether another library has written it, in a format that megackpt only reads."""
 
 
 class Restored(NamedTuple):
@@ -318,7 +320,9 @@ def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
         version = backend.properties.version
     if config is not None and config.sharded_backend == name:
         version = config.sharded_backend_version
-    return replace(step, format=name, version=version), as_read_by(backend, storage)
+    read_only = backend.properties.read_only
+    step = replace(step, format=name, version=version, read_only=read_only)
+    return step, as_read_by(backend, storage)
 
 
 def _examine_incomplete(
