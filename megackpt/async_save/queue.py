@@ -226,10 +226,12 @@ class AsyncCallsQueue:
                         # Calls scheduled before have started over the same ranks. Other ranks may
                         # already be in the vote on a later call.
                         since = math.inf if group is None else group.lost_at
-                        for call in [c for c in self._calls if c.scheduled < since]:
-                            error.add_note(f"{call.task.name} is given up as well")
-                            self._give_up(call)
+                        if lost is not None:
+                            lost.add_note(f"{call.task.name} is given up as well")
                         lost = lost or error
+                        for call in [c for c in self._calls if c.scheduled < since]:
+                            lost.add_note(f"{call.task.name} is given up as well")
+                            self._give_up(call)
                         continue
                     elif call not in self._calls and self.failures.tolerates(
                         error, call.task.name, group is None or group.is_coordinator

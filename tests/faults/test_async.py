@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -180,12 +181,16 @@ def state(value: float) -> dict[str, Any]:
     return {"w": w, "value": value}
 
 
-def begin(queue: AsyncCallsQueue, value: float, directory: str) -> None:
+def saved(value: float, directory: str) -> AsyncRequest:
     request = megackpt.save(
         state(value), directory, async_sharded_save=True, timeout=SOON
     )
     assert request is not None
-    queue.schedule_async_request(request)
+    return request
+
+
+def begin(queue: AsyncCallsQueue, value: float, directory: str) -> None:
+    queue.schedule_async_request(saved(value, directory))
 
 
 def begun(value: float, directory: str) -> AsyncCallsQueue:
@@ -268,7 +273,11 @@ def one_aborts(folder: str) -> None:
     dist.barrier()
     for number, who in enumerate([0, 1]):
         queue = begun(2.0, where)
-        begin(queue, 2.0, f"{folder}/d")
+        request = saved(2.0, f"{folder}/d")
+        if rank != who and number == 1:  # it is scheduled after the loss is known
+            while math.isinf(request.async_fn.group.lost_at):
+                time.sleep(0.01)
+        queue.schedule_async_request(request)
         if rank == who:
             queue.close(abort=True)
         else:
