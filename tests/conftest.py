@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".peers"
 LAUNCH = ROOT / "tests" / "launch.py"
 
+# A shell starts background jobs with SIGINT ignored, which the processes that tests start inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def _has_device() -> bool:
     import torch

@@ -241,9 +241,9 @@ def newest_first(
 ) -> Iterator[Step]:
     """The steps of a run; each is examined when the iterator reaches it.
 
-    If several checkpoints have one number, the one with the manager's naming comes first, and
-    those of other libraries come last. A step that only a tracker names is included, as
-    incomplete.
+    If several checkpoints have one number, formats that megackpt only reads come last, and
+    the one with the manager's naming comes first of the others. A step that only a tracker
+    names is included, as incomplete.
     """
     root = retention.root
     try:
@@ -268,7 +268,7 @@ def newest_first(
         if lost and not steps:
             name = retention.naming.name(number)
             steps = [Step(name, "", number, False, "; ".join(lost))]
-        steps.sort(key=lambda s: (not retention.is_own_name(s.name), s.read_only))
+        steps.sort(key=lambda s: (s.read_only, not retention.is_own_name(s.name)))
         yield from steps
 
 

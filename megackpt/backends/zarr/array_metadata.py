@@ -318,8 +318,7 @@ def parse_zarray(text: bytes, where: str) -> ArrayLayout:
         ) from error
     _check(where, shape, cell, cell, name)
     if not library or order not in ("C", "F"):
-        names = [str(codec["id"]) for codec in filters]
-        ids = join_truncated(names, 20, ", ") or "none"
+        ids = join_truncated([codec["id"] for codec in filters], 20, ", ") or "none"
         raise BackendError(
             f"{where}: order {order!r}, the filters {ids} or the compressor {compressor!r} "
             "cannot be read. hint: move the array out of the directory"
