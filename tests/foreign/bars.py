@@ -1,15 +1,17 @@
-"""What every checkpoint of another library must pass: other layouts, conversions, bounded memory."""
+"""What every checkpoint of another library must pass: layouts, conversions, resuming, bounded memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor
+from megackpt import ShardedTensor, limits
+from megackpt.converter import conversion
 from tests.bits import assert_same
 from tests.converter.test_memory import peak
 
@@ -59,7 +61,39 @@ def check_conversions(
     """Convert to every format that is written; the tensors keep their bits."""
     for target in TARGETS:
         megackpt.convert(source, folder / target, target)
-        found = megackpt.load_plain_tensors(folder / target)
-        assert found.keys() == expected.keys(), target
-        for key, tensor in expected.items():
-            assert_same(found[key], tensor, f"{key} as {target}")
+        _check_tensors(folder / target, expected)
+
+
+def check_resuming(
+    source: Path,
+    expected: Mapping[str, torch.Tensor],
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    **options: Any,
+) -> None:
+    """Interrupt a conversion after two tasks; the next one continues, and the tensors keep their bits."""
+    monkeypatch.setattr(limits, "CONVERT_CELL_BYTES", 4 << 10)
+    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 100)
+    perform = conversion.TaskRunner.perform
+    performed: list[int] = []
+
+    def twice_and_no_more(self: Any, task: Any, moved: Any) -> Any:
+        if len(performed) == 2:
+            raise KeyboardInterrupt
+        performed.append(task.number)
+        return perform(self, task, moved)
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(conversion.TaskRunner, "perform", twice_and_no_more)
+        with pytest.raises(KeyboardInterrupt):
+            megackpt.convert(source, target, "torch_dist", workers=1, **options)
+    done = megackpt.convert(source, target, "torch_dist", workers=1, **options)
+    assert done.resumed > 0
+    _check_tensors(target, expected)
+
+
+def _check_tensors(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
+    found = megackpt.load_plain_tensors(folder)
+    assert found.keys() == expected.keys(), folder
+    for key, tensor in expected.items():
+        assert_same(found[key], tensor, f"{key} in {folder}")

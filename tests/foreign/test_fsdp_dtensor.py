@@ -7,16 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedTensor, limits
+from megackpt import ShardedTensor
 from megackpt.__main__ import main
-from megackpt.converter import conversion
-from megackpt.errors import MismatchError, StorageError
+from megackpt.errors import MismatchError
 from megackpt.huggingface import (
     Fuse,
     Transpose,
@@ -33,6 +31,7 @@ from tests.foreign.bars import (
     check_conversions,
     check_layouts,
     check_memory,
+    check_resuming,
 )
 from tests.ports import unused_port
 
@@ -218,25 +217,8 @@ def test_show_does_not_guess_names(
 def test_a_conversion_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CONVERT_CELL_BYTES", 4 << 10)
-    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 200)
     table = from_fsdp_dtensor(STORED, stack_layers=False)
-    real = conversion.TaskRunner.perform
-    left = [2]
-
-    def perform(self: Any, task: Any, advance: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise StorageError("the disk is full")
-        return real(self, task, advance)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion.TaskRunner, "perform", perform)
-        with pytest.raises(StorageError, match="the disk is full"):
-            megackpt.convert(GOLDEN, tmp_path / "c", "torch_dist", table=table)
-    done = megackpt.convert(GOLDEN, tmp_path / "c", "torch_dist", table=table)
-    assert done.resumed > 0
-    check(megackpt.load_plain_tensors(tmp_path / "c"), EXPECTED)
+    check_resuming(GOLDEN, EXPECTED, tmp_path / "c", monkeypatch, table=table)
 
 
 def test_stock_dcp_reads_what_is_converted_to_these_names(tmp_path: Path) -> None:

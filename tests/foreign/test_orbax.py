@@ -19,10 +19,9 @@ import tensorstore
 import torch
 
 import megackpt
-from megackpt import Strategy, limits
+from megackpt import Strategy
 from megackpt.__main__ import main
 from megackpt.backends.orbax import arrays, endpoint
-from megackpt.converter import conversion
 from megackpt.errors import (
     BackendError,
     CheckpointingException,
@@ -34,7 +33,7 @@ from megackpt.storage import LocalStorage
 from tests.bits import assert_same
 from tests.buckets import Bucket
 from tests.converter.test_memory import peak
-from tests.foreign.bars import TARGETS, check_conversions, check_layouts
+from tests.foreign.bars import TARGETS, check_conversions, check_layouts, check_resuming
 from tests.hostile.orbax_files import packed
 from tests.ports import unused_port
 
@@ -164,29 +163,11 @@ def test_one_of_several_items_can_be_asked_for(written: Path) -> None:
 
 @pytest.mark.orbax
 @pytest.mark.parametrize("kind", ["v0 chunks", "v1 plain"])
-def test_an_interrupted_conversion_is_resumed(
+def test_a_conversion_is_resumed(
     written: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 1000)
     source = written / kind
-    perform = conversion.TaskRunner.perform
-    performed: list[int] = []
-
-    def twice_and_no_more(self: Any, task: Any, moved: Any) -> Any:
-        if len(performed) == 2:
-            raise KeyboardInterrupt
-        performed.append(task.number)
-        return perform(self, task, moved)
-
-    with monkeypatch.context() as interrupted:
-        interrupted.setattr(conversion.TaskRunner, "perform", twice_and_no_more)
-        with pytest.raises(KeyboardInterrupt):
-            megackpt.convert(source, tmp_path / "out", "zarr", workers=1)
-    done = megackpt.convert(source, tmp_path / "out", "zarr", workers=1)
-    assert done.resumed
-    found = megackpt.load_plain_tensors(tmp_path / "out")
-    for key, tensor in expected(source).items():
-        assert_same(found[key], tensor, key)
+    check_resuming(source, expected(source), tmp_path / "out", monkeypatch)
 
 
 LIMIT = 512 << 20

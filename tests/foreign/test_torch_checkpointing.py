@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import megackpt
-from megackpt import ShardedObject, limits
+from megackpt import ShardedObject
 from megackpt.__main__ import main
-from megackpt.converter import conversion
-from megackpt.errors import BackendError, CorruptCheckpoint, StorageError
+from megackpt.errors import BackendError, CorruptCheckpoint
 from tests.bits import assert_same
 from tests.foreign.bars import (
     MEMORY_RUNS,
     check_conversions,
     check_layouts,
     check_memory,
+    check_resuming,
 )
 from tests.ports import unused_port
 
@@ -95,26 +95,7 @@ def test_it_is_read_and_not_written(tmp_path: Path) -> None:
 def test_a_conversion_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "CONVERT_CELL_BYTES", 4 << 10)
-    monkeypatch.setattr(limits, "CONVERT_TASK_BYTES_MIN", 100)
-    real = conversion.TaskRunner.perform
-    left = [2]
-
-    def perform(self: Any, task: Any, advance: Any) -> Any:
-        left[0] -= 1
-        if left[0] < 0:
-            raise StorageError("the disk is full")
-        return real(self, task, advance)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversion.TaskRunner, "perform", perform)
-        with pytest.raises(StorageError, match="the disk is full"):
-            megackpt.convert(GOLDEN, tmp_path / "c", "torch_dist")
-    done = megackpt.convert(GOLDEN, tmp_path / "c", "torch_dist")
-    assert done.resumed > 0
-    found = megackpt.load_plain_tensors(tmp_path / "c")
-    for key, tensor in EXPECTED.items():
-        assert_same(found[key], tensor, key)
+    check_resuming(GOLDEN, EXPECTED, tmp_path / "c", monkeypatch)
 
 
 def test_tensors_that_say_where_they_are(tmp_path: Path) -> None:

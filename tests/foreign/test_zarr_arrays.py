@@ -38,7 +38,7 @@ from megackpt.storage import LocalStorage
 from tests.bits import assert_same
 from tests.buckets import Bucket
 from tests.converter.test_memory import peak
-from tests.foreign.bars import check_conversions, check_layouts
+from tests.foreign.bars import check_conversions, check_layouts, check_resuming
 
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -311,6 +311,13 @@ def test_show_verify_and_convert(
     assert megackpt.verify(tmp_path / "source").ok
     assert any("/" in key for key in maker.expected)
     check_conversions(tmp_path / "source", maker.expected, tmp_path)
+
+
+def test_a_conversion_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = made(tmp_path / "source", 4)
+    check_resuming(tmp_path / "source", maker.expected, tmp_path / "out", monkeypatch)
 
 
 @pytest.mark.parametrize("version", [2, 3])
