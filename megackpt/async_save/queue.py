@@ -87,8 +87,10 @@ class _Call:
     request: AsyncRequest
     pending: Pending
     scheduled: float = field(default_factory=time.monotonic)
-    first: float = field(default_factory=time.monotonic)
-    """When it became the oldest one; before that it may have waited for another."""
+    timed_from: float = field(default_factory=time.monotonic)
+    """When it became the oldest one; later by the time that its worker waited for a processor."""
+    looked: float = field(default_factory=time.monotonic)
+    """When this rank last looked at the worker."""
     slowest: tuple[int, int] | None = None
     """The slowest rank in the last vote, and its progress in thousandths."""
     agreed: bool = False
@@ -339,12 +341,15 @@ class AsyncCallsQueue:
         """
         while call in self._calls:
             task, seconds = call.task, self._timeout.total_seconds()
-            idle = time.monotonic() - max(task.moved_at, call.first)
-            if task.outcome is None and idle > seconds:
-                worker = self._get_worker()
-                if worker.waits_for_processor():
-                    task.moved_at = time.monotonic()
-                    continue
+            now = time.monotonic()
+            since, call.looked = now - call.looked, now
+            began = max(task.moved_at, call.timed_from)
+            idle = now - began if task.outcome is None else 0.0
+            worker = self._get_worker()
+            if idle > min(_HEARTBEAT, seconds) and worker.waits_for_processor():
+                # A worker of low priority waits by turns for the disk and for a processor.
+                call.timed_from = now - max(idle - since, 0.0)
+            elif idle > seconds:
                 reason = StorageError(
                     f"{task.place}: its worker has not moved a byte for {idle:.0f} s and is given "
                     f"up after {task.done} of {task.todo} bytes (timeout {seconds:g} s): check "
@@ -393,7 +398,7 @@ class AsyncCallsQueue:
         except ValueError:
             return False
         if self._calls:
-            self._calls[0].first = time.monotonic()
+            self._calls[0].timed_from = time.monotonic()
         else:
             _unfinished.discard(self)
         return True

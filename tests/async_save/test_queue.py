@@ -57,6 +57,24 @@ def test_a_worker_without_a_processor_is_waited_for(
     assert isinstance(task.outcome.error, StorageError) == (not busy)
 
 
+def test_time_without_a_processor_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker waits for a processor, then for the disk: each time less than the timeout."""
+    monkeypatch.setattr("megackpt.async_save.queue._HEARTBEAT", 0.1)
+    monkeypatch.setattr("megackpt.limits.WORKER_STOP_SECONDS", 0.01)
+    end = time.monotonic() + 1.5
+    monkeypatch.setattr(
+        ThreadWorker, "waits_for_processor", lambda _: time.monotonic() < end
+    )
+    queue = AsyncCallsQueue(timeout=timedelta(seconds=2))
+    task: Task[int] = Task(lambda _: time.sleep(2.5) or 1, "a")
+    pending = Pending(task, group_over(None, timedelta(seconds=30)), int, int)
+    queue.schedule_async_request(AsyncRequest(pending, (), []))
+    assert queue.maybe_finalize_async_calls(blocking=True) == [0]
+    assert task.get() == 1
+
+
 def test_what_is_runnable() -> None:
     code = "print(flush=True)\nwhile {}: pass\ninput()"
     for condition in ("True", "False"):
