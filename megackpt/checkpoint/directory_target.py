@@ -342,7 +342,8 @@ class DirectoryTarget:
     def recover(self, *, spared: str = "", abandoned: bool = False) -> list[Marker]:
         """Finish or undo dead saves to this directory. Returns the markers of all other saves.
 
-        ``spared``: the unpublished save of this id stays. ``abandoned``: a save counts as dead
+        ``spared``: the directory of the unpublished save of this id stays, but not where its
+        process died while it took the directory over. ``abandoned``: a save counts as dead
         after a day, too, if its process cannot be inspected.
         """
         found = siblings(self.outer, self.name)
@@ -365,7 +366,7 @@ class DirectoryTarget:
                 if unpublished[sibling.entry] is None:
                     holds = Holds.CHECKPOINT
                     fit = self._fit(sibling, by_id.get(sibling.save_id))
-                elif sibling.save_id == spared:
+                elif sibling.save_id == spared and not sibling.suffix:
                     continue
                 action = ACTIONS[holds, suffix, owner, fit]
                 _FUNCTIONS[action](self, sibling)

@@ -121,6 +121,22 @@ def test_one_of_two_gets_it(tmp_path, saves, monkeypatch):
     assert ID not in active
 
 
+@pytest.mark.parametrize("before", ["nothing", "checkpoint"])
+def test_a_process_dies_while_it_takes_the_directory(tmp_path, saves, before):
+    """Its name for the directory is left, between the two renames."""
+    where = tmp_path / "ckpt"
+    if before == "checkpoint":
+        saves.save(where, 1)
+    died(saves, where)
+    staging = tmp_path / f".ckpt.megackpt-{ID}"
+    staging.rename(f"{staging}.12345")
+    place = saves.begin(where, ID)
+    assert not place.resumed
+    finish(saves, place, [saves.write(place, 0, 7)])
+    assert saves.load(where) == 7
+    assert os.listdir(tmp_path) == ["ckpt"]
+
+
 def test_an_existing_checkpoint_is_replaced_only_with_overwrite(tmp_path, saves):
     saves.save(tmp_path / "ckpt", 1)
     died(saves, tmp_path / "ckpt")
