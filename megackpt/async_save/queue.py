@@ -342,13 +342,13 @@ class AsyncCallsQueue:
         while call in self._calls:
             task, seconds = call.task, self._timeout.total_seconds()
             now = time.monotonic()
-            since, call.looked = now - call.looked, now
+            since_look, call.looked = now - call.looked, now
             began = max(task.moved_at, call.timed_from)
             idle = now - began if task.outcome is None else 0.0
             worker = self._get_worker()
             if idle > min(_HEARTBEAT, seconds) and worker.waits_for_processor():
                 # A worker of low priority waits by turns for the disk and for a processor.
-                call.timed_from = now - max(idle - since, 0.0)
+                call.timed_from = now - max(idle - since_look, 0.0)
             elif idle > seconds:
                 reason = StorageError(
                     f"{task.place}: its worker has not moved a byte for {idle:.0f} s and is given "
