@@ -29,8 +29,8 @@ from benchmarks.training import TRAINERS
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
 ALONE = ("safetensors", "tensorstore", "zarr-python", "torch_checkpointing", "orbax")
 RACES, ALONE_RACES = (
-    ("P1", "P2", "P3", "P4", "P5", "P6", "P14"),
-    ("P1", "P2"),
+    ("P1", "P2", "P3", "P4", "P5", "P6", "P14", "P17"),
+    ("P1", "P2", "P17"),
 )
 LATER = ("P7", "P8")
 IN_THE_BACKGROUND = {

@@ -67,11 +67,11 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     )
     found = figures(report)
     assert [figure for figure, _, _ in found] == (
-        ["P1", *["P2"] * 2, *["P3"] * 4, *["P4"] * 2]
+        ["P1", "P17", *["P2", "P17"] * 2, *["P3", "P17"] * 4, *["P4"] * 2]
         + ["P5", *["P6"] * 4] * 2
         + ["P14"] * 2
         + ["P7", "P14", *["P8"] * 4]
-        + ["P1", *["P2"] * 2]
+        + ["P1", "P17", *["P2", "P17"] * 2]
         + ["P9"] * 6
         + ["P10"] * 2
         + ["P13"]
@@ -83,11 +83,11 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     everybody = {*FORMATS, "torch DCP"}
     assert all(
         who - {"limit"} == everybody
-        for f, what, who in found[:9]
+        for f, what, who in found[:16]
         if "verified" not in what.replace("unverified", "")
     )
-    assert all(who == set(training) for f, what, who in found[21:27])
-    assert all(who == {*FORMATS, *ALONE, "limit"} for f, what, who in found[27:29])
+    assert all(who == set(training) for f, what, who in found[28:34])
+    assert all(who == {*FORMATS, *ALONE, "limit"} for f, what, who in found[34:38])
     assert sorted(tmp_path.iterdir()) == [chart, told]
     drawn = chart.read_text()
     chart.unlink()

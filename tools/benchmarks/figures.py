@@ -34,17 +34,18 @@ class Course:
         return bool(self.only.intersection(figures))
 
     def large(self, spec: Spec) -> None:
-        """P1 to P4."""
+        """P1 to P4, and P17 of the races of P1 and P2."""
         parts = min(2, self.arena.ranks)
-        if self.asks("P1"):
+        if self.asks("P1", "P17"):
             self.arena.hold(spec, parts)
             row = start_row(self.section, "P1", "save / limit", "<= 1.25")
             times = self.arena.race("save", spec, entries(self.everybody))
             fill(row, times, spec.nbytes)
-        if not self.asks("P2", "P3", "P4"):
+            self.cpu("save", times, spec.nbytes, "<= 0.45")
+        if not self.asks("P2", "P3", "P4", "P17"):
             return self.arena.forget(spec)
         self.arena.saved(spec, ["limit", *self.everybody], parts)
-        if self.asks("P2"):
+        if self.asks("P2", "P17"):
             self.arena.hold(spec, parts)
             self.loads("P2", "load, same layout", spec, parts, ("<= 1.2", "<= 1.6"))
         if self.asks("P3") and self.arena.ranks > 1:
@@ -67,7 +68,21 @@ class Course:
         ):
             row = start_row(self.section, figure, f"{what}, {how} / limit", goal)
             mine = {entry: t for entry, t in times.items() if entry.verify is verify}
-            fill(row, mine, spec.nbytes * self.arena.ranks / parts)
+            moved = spec.nbytes * self.arena.ranks / parts
+            fill(row, mine, moved)
+            self.cpu(f"{what}, {how}", mine, moved, "<= 0.45" if verify else "")
+
+    def cpu(
+        self, what: str, times: dict[Entry, Times], moved: float, reach: str
+    ) -> None:
+        """P17: CPU seconds of all ranks for each GiB that all ranks together wrote or read."""
+        if not self.asks("P17"):
+            return
+        row = start_row(self.section, "P17", f"{what}: CPU a GiB", reach, "s")
+        row.values.update(
+            (entry.name, Value.of([cpu / moved * 2**30 for cpu in t.cpu]))
+            for entry, t in times.items()
+        )
 
     def slices(self, spec: Spec) -> None:
         """P4: every rank asks for an eighth of the rows of every tensor."""
