@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
-MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing root cuda
+MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing root cuda openreg
 CORE := tests/state tests/adapters tests/huggingface tests/dcp tests/interop tests/distributed/test_collectives.py tests/distributed/test_real_ranks.py
 FAULTS := tests/faults tests/checkpoint/test_stopped.py tests/checkpoint/test_kill_points.py \
     tests/checkpoint/test_bucket.py tests/storage/test_bucket.py

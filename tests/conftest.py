@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     "root": (lambda: os.geteuid() == 0, "needs root"),
     "cuda": (_has_device, "needs a CUDA device"),
+    "openreg": (
+        lambda: find_spec("torch_openreg") is not None,
+        "torch_openreg, the simulated device of PyTorch's source tree, is missing",
+    ),
     "browser": (
         lambda: any(map(shutil.which, ("chromium", "google-chrome"))),
         "no browser is installed",
@@ -138,6 +143,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 how = "make campaign or make faults runs them, and installs what they need"
             if name == "cuda":
                 how = "make check runs them where there is a device"
+            if name == "openreg":
+                how = "make check runs them where torch_openreg is installed"
             terminalreporter.line(f"{count:5} marked {name}: {how}")
 
 

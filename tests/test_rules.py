@@ -76,6 +76,7 @@ FILE_OPERATIONS = {
 """Module -> its file operations, each with the reason for an exception to rule 4."""
 # What others may ask: who is there. What they may not: talk.
 QUESTIONS = (
+    "Backend",  # the devices that it sends from
     "ProcessGroup",
     "get_process_group_ranks",
     "get_rank",

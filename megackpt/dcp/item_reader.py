@@ -29,7 +29,7 @@ from megackpt.backends.torch_dist.metadata_reader import (
     ListedItem,
     Listing,
 )
-from megackpt.dcp.item_writer import local_tensors, synchronize_stream
+from megackpt.dcp.item_writer import local_tensors
 from megackpt.dcp.planner import LoadPlanner
 from megackpt.dcp.torch_metadata import ChunkName, opaque_key
 from megackpt.errors import (
@@ -42,7 +42,7 @@ from megackpt.loader.comparison import overlapping
 from megackpt.planning import manifest as planned
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import ITEMSIZE, Manifest
-from megackpt.staging.devices import synchronize
+from megackpt.staging.devices import synchronize, synchronize_current_stream
 from megackpt.staging.source import overlaps_itself
 from megackpt.staging.target import LoadTarget
 from megackpt.state import dtype_named
@@ -112,7 +112,7 @@ class ItemReader:
                 direct.append((item, checkpoint.rows[chunk]))
             else:
                 copied.append((item, checkpoint.rows[chunk]))
-        synchronize_stream()
+        synchronize_current_stream()
         tensors = [_resolve(self._planner, item) for item, _ in direct]
         self._read_regions(direct, tensors)
         synchronize(tensors)

@@ -184,12 +184,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
 
 
-def synchronize_stream() -> None:
-    """Wait for the current CUDA stream: other threads are about to read the tensors."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
-
-
 class ReadStorages:
     """The storages of tensors whose memory is being written."""
 

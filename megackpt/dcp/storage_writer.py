@@ -52,7 +52,6 @@ from megackpt.dcp.item_writer import (
     name_files,
     resolve,
     stable_resolver,
-    synchronize_stream,
 )
 from megackpt.dcp.planner import check_plan, copy_fields, named_chunks
 from megackpt.dcp.torch_metadata import (
@@ -77,6 +76,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import refuse_unstorable
+from megackpt.staging.devices import synchronize_current_stream
 from megackpt.state.storable import layout_problem
 from megackpt.storage import Executor
 
@@ -299,7 +299,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
     ) -> Future[list[WriteResult]]:
         future: Future[list[WriteResult]] = Future()
         try:
-            synchronize_stream()
+            synchronize_current_stream()
             prepared = self._prepare(plan, planner)
             future.set_result(prepared.write(stable_resolver(planner)))
         except Exception as error:  # noqa: BLE001 - raised by the caller

@@ -28,13 +28,15 @@ def gather_all(value: Any, process_group: Any = None) -> list[Any]:
 
 
 def message_device(process_group: Any = None) -> torch.device:
-    """The device of the tensors that the group sends: NCCL sends from GPUs only."""
+    """The device of the tensors that the group sends: NCCL, for one, sends from GPUs only."""
     import torch
     import torch.distributed as dist
 
-    if dist.get_backend(process_group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    backend = dist.get_backend(process_group)
+    kinds = dist.Backend.backend_capability.get(backend, ["cpu"])
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def broadcast(tensor: torch.Tensor, source: int, process_group: Any = None) -> None:

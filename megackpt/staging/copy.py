@@ -17,6 +17,7 @@ import torch
 from megackpt.errors import CheckpointingException, ShardingError
 from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy, default_cap
 from megackpt.staging.devices import (
+    has_streams,
     hold_streams,
     host_blocks,
     queue_copies,
@@ -40,7 +41,7 @@ _move_small: _Move = ctypes.PYFUNCTYPE(
 def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | None:
     """Copy all rows of a save plan, objects included. CPU tensors may be changed after that.
 
-    Copies of CUDA tensors may still run then, together with kernels that only read the tensors.
+    Copies of tensors of a device may still run then, together with kernels that only read the tensors.
     Call ``hold()`` of the copy before work that changes them. Readers of the copy wait for it.
 
     Returns None where this copy does not fit into memory with the earlier ones: ``cap`` (None:
@@ -152,14 +153,14 @@ def _copy_tensors(source: TensorSource, copy: HostCopy) -> None:
             continue
         into = torch.from_numpy(buffer.memory[start : start + length])
         into = into.view(value.dtype).view(value.shape)
-        if value.is_cuda:
+        if has_streams(value):
             queued[value.device].append((into, value))
         else:
             into.copy_(value)
     source.check()
     events: list[tuple[torch.device, Event]] = []
     for device, copies in queued.items():
-        if _pin(buffer):
+        if device.type == "cuda" and _pin(buffer):
             queue_copies(device, copies, buffer.pending)
             events.append((device, buffer.pending[-1]))
             continue

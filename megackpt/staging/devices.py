@@ -1,7 +1,8 @@
-"""Copies between CUDA devices and the host: side streams, their events, and pinned memory.
+"""Copies between accelerators and the host: side streams, their events, and pinned memory.
 
 A copy is queued on a side stream, which waits for the current stream. So kernels run while
-it runs, and code that needs it to be complete waits for its event.
+it runs, and code that needs it to be complete waits for its event. ``torch.accelerator`` names the
+device: CUDA, ROCm, XPU, NPUs.
 """
 
 from __future__ import annotations
@@ -36,16 +37,46 @@ def resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
+def has_streams(tensor: torch.Tensor) -> bool:
+    """Whether copies of the tensor can run on a side stream of its device."""
+    return not tensor.is_cpu and _kind_has_streams(tensor.device.type)
+
+
+@cache
+def _kind_has_streams(kind: str) -> bool:
+    if kind in ("cuda", "mps"):  # MPS has one queue
+        return kind == "cuda"
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and kind == accelerator.type
+
+
+def synchronize_current_stream() -> None:
+    """Wait for the current stream: other threads are about to read tensors of the device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not _kind_has_streams(accelerator.type):
+        return
+    if accelerator.type != "cuda" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.accelerator.current_stream().synchronize()
+
+
 def synchronize(tensors: Iterable[object]) -> None:
     """Wait for the work that this thread, and our copies, have queued on these tensors' devices.
 
     Other threads may use the tensors after that.
     """
-    devices = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda}
+    devices = {
+        t.device for t in tensors if isinstance(t, torch.Tensor) and not t.is_cpu
+    }
     for device in devices:
-        torch.cuda.current_stream(device).synchronize()
-        # The stream that other threads use.
-        torch.cuda.default_stream(device).synchronize()
+        if not _kind_has_streams(device.type):
+            continue
+        torch.accelerator.current_stream(device).synchronize()
+        # The stream that other threads use. Some modules do not name it.
+        module = torch.get_device_module(device)
+        if hasattr(module, "default_stream"):
+            module.default_stream(device).synchronize()
+        else:
+            torch.accelerator.synchronize(device)
         _side_stream(device).synchronize()
 
 
@@ -60,6 +91,19 @@ def pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
+class _Copied(torch.Event):
+    """The end of copies, and the tensors that must not be freed before it."""
+
+    _held: tuple[torch.Tensor, ...] = ()
+
+    def hold(self, tensor: torch.Tensor, side: torch.Stream) -> None:
+        """Keep the memory unused until the copy is done, also if the tensor is freed."""
+        try:
+            tensor.record_stream(side)
+        except NotImplementedError:  # of some backends
+            self._held += (tensor,)
+
+
 def queue_copies(device: torch.device, copies: Copies, pending: list[Event]) -> None:
     """Queue copies of (to, from), behind the present work of the current stream.
 
@@ -68,16 +112,15 @@ def queue_copies(device: torch.device, copies: Copies, pending: list[Event]) -> 
     ``pending`` receives the event of their end, also if one of them is refused.
     """
     side = _side_stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))
+    side.wait_stream(torch.accelerator.current_stream(device))
     # A wait for the event leaves the processor free.
-    done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    done = _Copied(device, blocking=True)
     try:
-        with torch.cuda.stream(side):
+        with side:
             for into, tensor in copies:
                 for each in (into, tensor):
-                    if each.is_cuda:
-                        # If it is freed, its memory stays unused until the copy is done.
-                        each.record_stream(side)
+                    if has_streams(each):
+                        done.hold(each, side)
                 into.copy_(resolved(tensor), non_blocking=True)
     finally:
         done.record(side)
@@ -87,16 +130,19 @@ def queue_copies(device: torch.device, copies: Copies, pending: list[Event]) -> 
 def hold_streams(events: Iterable[tuple[torch.device, Any]]) -> None:
     """Have later work of each device's current stream wait for the event, without waiting here."""
     for device, event in events:
-        torch.cuda.current_stream(device).wait_event(event)
+        torch.accelerator.current_stream(device).wait_event(event)
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
 
 
 def register(address: int, size: int) -> Callable[[], object] | None:
-    """Pin memory of this process, until the returned function is called. None if it is refused."""
+    """Pin memory of this process for CUDA or ROCm, until the returned function is called.
+
+    Returns None if it is refused. Other runtimes pin only memory that torch allocates.
+    """
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if int(runtime.cudaHostRegister(address, size, _PORTABLE)) == 0:
         return lambda: runtime.cudaHostUnregister(address)
@@ -108,7 +154,7 @@ def register(address: int, size: int) -> Callable[[], object] | None:
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values in host memory."""
-    if not tensor.is_cuda:
+    if not has_streams(tensor):
         return resolved(tensor).cpu()
     made = pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
     events: list[Event] = []

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import SavePlan, carried_dtype, itemsizes
-from megackpt.staging.devices import COPIED_AT_ONCE, host_blocks, parts
+from megackpt.staging.devices import COPIED_AT_ONCE, has_streams, host_blocks, parts
 from megackpt.state.shard_columns import is_cut
 
 _SMALL = 64 << 10  # bytes
@@ -197,7 +197,7 @@ def pieces(value: torch.Tensor) -> Iterator[memoryview]:
         return
     itemsize = value.element_size()
     size = value.numel() * itemsize
-    if value.is_cuda and size > _SMALL:
+    if size > _SMALL and has_streams(value):
         yield from host_blocks(value)
         return
     if size <= _SMALL:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import carried_dtype
-from megackpt.staging.devices import Uploads, host_copy, pinned
+from megackpt.staging.devices import Uploads, has_streams, host_copy, pinned
 from megackpt.staging.source import HostMemory, host_array, region
 
 
@@ -65,7 +65,7 @@ class LoadTarget:
         if self._is_as_stored(target) and tensor.is_cpu:
             return host_array(self._region(target, box))
         dtype = carried_dtype(stored.itemsize)
-        if tensor.is_cuda:
+        if has_streams(tensor):
             memory = pinned(box.volume * stored.itemsize).numpy()
             return memory.view(dtype).reshape(box.shape)
         return np.empty(box.shape, dtype)
@@ -79,7 +79,7 @@ class LoadTarget:
         octets = torch.from_numpy(filled.reshape(-1).view(np.uint8))
         values = octets.view(stored).reshape(box.shape)
         into = self._region(target, box)
-        if self._is_as_stored(target) and tensor.is_cuda:
+        if self._is_as_stored(target) and has_streams(tensor):
             self._uploads.send(into, values)
         else:
             into.copy_(values)

@@ -19,12 +19,16 @@ MIB = 1 << 20
 @dataclass
 class Laboratory:
     fake: Device | None
-    """None: a real device."""
+    """None: a real device, or the simulated one of PyTorch."""
+    kind: str = "cuda"
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """These values on the device, with the same strides."""
         if self.fake is None:
-            return values.cuda()
+            strided = torch.empty_strided(
+                values.shape, values.stride(), dtype=values.dtype, device=self.kind
+            )
+            return strided.copy_(values)
         return tensor_on(self.fake, values)
 
     def fill(self, tensor: torch.Tensor, value: int) -> None:
@@ -38,7 +42,7 @@ class Laboratory:
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """What is in a tensor when all work is done."""
         if self.fake is None:
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             return tensor.cpu()
         self.fake.synchronize()
         return tensor.as_subclass(torch.Tensor).clone()
@@ -46,6 +50,7 @@ class Laboratory:
 
 PLACES = [
     pytest.param("cuda", marks=pytest.mark.cuda),
+    pytest.param("openreg", marks=pytest.mark.openreg),
     "training first",
     *[pytest.param(order, marks=pytest.mark.slow) for order in ORDERS],
 ]
@@ -59,8 +64,10 @@ def lab(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Laboratory]:
         monkeypatch.setattr(module, "COPIED_AT_ONCE", MIB)
     monkeypatch.setattr(devices, "_IN_FLIGHT", 2 * MIB)
     fake = None
-    if request.param != "cuda":
+    if request.param == "openreg":
+        import torch_openreg  # noqa: F401
+    if request.param not in ("cuda", "openreg"):
         fake = Device(request.param)
         fake.install(monkeypatch)
-    yield Laboratory(fake)
+    yield Laboratory(fake, request.param)
     devices._side_stream.cache_clear()

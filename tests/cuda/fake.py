@@ -38,10 +38,10 @@ class Device:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         devices._side_stream.cache_clear()
-        patch.setattr(torch.cuda, "Stream", lambda _: self.stream())
-        patch.setattr(torch.cuda, "Event", partial(Event, self))
-        patch.setattr(torch.cuda, "stream", self.on)
-        patch.setattr(torch.cuda, "current_stream", lambda _=None: self.current())
+        patch.setattr(torch, "Stream", lambda _: self.stream())
+        patch.setattr(devices, "_Copied", partial(Event, self))
+        accelerator = torch.accelerator
+        patch.setattr(accelerator, "current_stream", lambda _=None: self.current())
         patch.setattr(torch.cuda, "default_stream", lambda _=None: self.default)
         patch.setattr(torch.cuda, "cudart", lambda: self)
         patch.setattr(devices, "pinned", self.pinned)
@@ -133,6 +133,13 @@ class Stream:
         self._device = device
         self.todo: deque[Callable[[], object] | Event] = deque()
 
+    def __enter__(self) -> None:
+        self._on = self._device.on(self)
+        self._on.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._on.__exit__(*raised)
+
     def is_ready(self) -> bool:
         if not self.todo:
             return False
@@ -158,9 +165,14 @@ class Stream:
 
 
 class Event:
-    def __init__(self, device: Device, blocking: bool = False) -> None:
+    def __init__(
+        self, device: Device, _: torch.device | None = None, blocking: bool = False
+    ) -> None:
         self._device = device
         self.done = True
+
+    def hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
 
     def record(self, stream: Stream) -> None:
         self.done = False

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 import megackpt
 from megackpt import AsyncRequest, ShardedTensor
 from megackpt.staging import devices
+from megackpt.staging.buffers import Event
 from tests.conftest import Ranks
 
 DEVICES = [
@@ -105,3 +106,22 @@ def test_several_streams_of_the_trainer(tmp_path: Path) -> None:
     request.execute_sync()
     found = megackpt.load_plain_tensors(tmp_path / "d")["large"]
     assert bool((found == 19).all())
+
+
+@pytest.mark.openreg
+def test_another_device_has_pinned_memory_and_a_side_stream() -> None:
+    import torch_openreg  # noqa: F401
+
+    values = torch.randn(1 << 20)
+    tensor = values.to("openreg")
+    device = tensor.device
+    into = devices.pinned(tensor.nbytes)
+    assert into.is_pinned()
+    assert devices._side_stream(device) != torch.accelerator.current_stream(device)
+    events: list[Event] = []
+    devices.queue_copies(device, [(into.view(torch.float32), tensor)], events)
+    del tensor  # the copy still reads its memory
+    others = [torch.full((1 << 20,), -1.0).to(device) for _ in range(4)]
+    events[0].synchronize()
+    assert torch.equal(into.view(torch.float32), values)
+    assert all(float(other.cpu()[0]) == -1 for other in others)

@@ -121,6 +121,21 @@ def test_kernels_run_until_the_tensors_are_changed(
     request.wait_staged()  # after the end, too
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_copy_follows_the_kernels_queued_before(
+    lab: Laboratory, tmp_path: Path, asynchronous: bool
+) -> None:
+    values = {"large": torch.full((640, 1024), 2.0)}
+    tensors = {"large": lab.tensor(torch.zeros(640, 1024))}
+    lab.fill(tensors["large"], 2)
+    request = megackpt.save(
+        state(tensors), tmp_path / "d", async_sharded_save=asynchronous
+    )
+    if request is not None:
+        request.execute_sync()
+    check(megackpt.load_plain_tensors(tmp_path / "d"), values)
+
+
 def test_without_the_wait_training_may_be_faster_than_the_copy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -146,7 +161,7 @@ def test_memory_that_cannot_be_pinned(
     values, tensors = made(lab)
     if lab.fake is not None:
         lab.fake.refuses_to_register = True
-    else:
+    elif lab.kind == "cuda":  # other devices never register the buffer
         runtime = torch.cuda.cudart()
         register = type(runtime).__getattribute__(runtime, "cudaHostRegister")
 
