@@ -38,7 +38,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
@@ -74,7 +74,7 @@ from megackpt.planning.manifest import (
     WriteResult,
 )
 from megackpt.staging.buffers import HostCopy
-from megackpt.storage import Storage, digest, is_url
+from megackpt.storage import Storage, digest, direct_where_faster, is_url
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -82,6 +82,10 @@ T = TypeVar("T")
 COUNTED_AT_ONCE = 16 * DIGEST_BLOCK
 """Bytes: the largest block that is passed on. Progress is visible, and a cancelled task stops,
 between blocks."""
+
+TIMED_FILES = 4
+"""Synchronous saves that write fewer bytes on a rank than so many times ``limits.DIRECT_BYTES`` are
+buffered. Larger ones bypass the page cache where that is faster."""
 
 _FIRST_PAUSE = 0.05  # seconds; each further one is twice as long
 
@@ -480,9 +484,17 @@ class Writing:
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
         counted = CountedSource(self.source, advance)
         moved = partial(advance, 0)
-        # Training continues meanwhile, and needs the page cache for its own files.
-        direct = isinstance(self.source, HostCopy)
-        with staging_storage(self.directory, self.save_id, moved, direct) as root:
+        choice: AbstractContextManager[bool] = nullcontext(False)
+        if isinstance(self.source, HostCopy):
+            # Training continues meanwhile, and needs the page cache for its own files.
+            choice = nullcontext(True)
+        elif 0 < TIMED_FILES * limits.DIRECT_BYTES <= self.plan.nbytes:
+            name = self.backend.properties.name
+            choice = direct_where_faster(self.directory, name, self.plan.nbytes)
+        with (
+            choice as direct,
+            staging_storage(self.directory, self.save_id, moved, direct) as root,
+        ):
             written = self.backend.write(root, self.plan, counted)
             self.source.check()
             return written

@@ -17,7 +17,10 @@ from megackpt.storage.executor import (
     Executor as Executor,
     Progress as Progress,
 )
-from megackpt.storage.files import TEMPORARY as TEMPORARY
+from megackpt.storage.files import (
+    TEMPORARY as TEMPORARY,
+    direct_where_faster as direct_where_faster,
+)
 from megackpt.storage.interface import (
     Batch as Batch,
     FileReader as FileReader,

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from mmap import mmap
 from typing import ParamSpec, TypeVar
@@ -51,13 +51,17 @@ _SMALL = 64 << 10
 """Bytes at the end of a file that are left to the fsync."""
 _THREADS = 4
 """Threads that sync. A disk flushes its cache once for all waiting threads."""
-_PIECE = 4 << 20
-"""Bytes of one direct write."""
+_PIECE = 2 << 20
+"""Bytes of one direct write. Larger pieces leave the processor's cache before they are written."""
 _BLOCK = 4096
 """Bytes. Places and lengths of direct writes are multiples of this. Disks with larger blocks refuse
 the last direct write of a file, which is buffered then."""
 _UNSUPPORTED = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
 _refusing: set[int] = set()  # devices that refused a first direct write
+_TRIALS = 3
+"""Synchronous saves of each kind that are timed before a device is decided."""
+_speeds: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
+"""Bytes a second of the timed saves, buffered and direct, by device and format."""
 
 
 class _Allowance:
@@ -638,3 +642,55 @@ class DirectWriter(LocalWriter):
 
     def _device(self) -> int:
         return os.fstat(self._fd).st_dev
+
+
+@contextmanager
+def direct_where_faster(directory: str, name: str, nbytes: int) -> Iterator[bool]:
+    """Yield whether a synchronous save should bypass the page cache; time the write of its bytes.
+
+    The first such saves of a process to a device are buffered and direct in turn. Later saves are
+    direct if the slowest direct one was faster than the fastest buffered one.
+
+    Args:
+        directory: of the save.
+        name: of the format; each format is decided separately.
+        nbytes: of this rank.
+    """
+    device = _direct_device(directory)
+    if device is None:
+        yield False
+        return
+    speeds = _speeds.setdefault((device, name), ([], []))
+    buffered, direct = speeds
+    if len(direct) >= _TRIALS:
+        yield min(direct) > max(buffered)
+        return
+    is_direct = len(direct) < len(buffered)
+    began = time.monotonic()
+    yield is_direct
+    speeds[is_direct].append(nbytes / (time.monotonic() - began))
+    if len(direct) == _TRIALS:
+        way = "buffered"
+        if min(direct) > max(buffered):
+            way = "direct"
+        texts = [", ".join(f"{speed / 1e6:.0f}" for speed in each) for each in speeds]
+        logger.debug(
+            "synchronous saves of %s to the disk of %s are %s from now on: "
+            "buffered ones wrote %s MB/s on this rank, direct ones %s",
+            *(name, directory, way, *texts),
+        )
+
+
+def _direct_device(directory: str) -> int | None:
+    """Return the device on which a directory is or will be. None: it has no direct writes."""
+    path = os.path.realpath(directory)
+    if not os.path.isdir(path):
+        path = os.path.dirname(path)
+    with suppress(OSError):  # the save itself reports it
+        fd = os.open(path, FOLDER)
+        try:
+            if kernel.has_direct_writes(fd):
+                return os.fstat(fd).st_dev
+        finally:
+            os.close(fd)
+    return None

@@ -91,12 +91,17 @@ def is_networked(fd: int) -> bool:
     return _file_system(fd) in _NETWORKED
 
 
+def has_direct_writes(fd: int) -> bool:
+    """Return whether an open file is on a file system that is known to support O_DIRECT."""
+    return _file_system(fd) in _DIRECT
+
+
 def bypass_cache(fd: int, bypass: bool = True) -> bool:
     """Have writes to an open file bypass the page cache (O_DIRECT), or not any more.
 
     False where the file system is not known to support that.
     """
-    if bypass and _file_system(fd) not in _DIRECT:
+    if bypass and not has_direct_writes(fd):
         return False
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     if bypass:

@@ -32,6 +32,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DIRECT_BYTES", 1)
     monkeypatch.setattr(files, "_PIECE", PIECE)
     monkeypatch.setattr(files, "_refusing", set())
+    monkeypatch.setattr(files, "_speeds", {})
 
 
 @pytest.fixture
@@ -280,6 +281,74 @@ def test_the_files_are_those_of_a_synchronous_save(
     for key, shard in shards.items():
         assert torch.equal(loaded[key], shard.data), key
     megackpt.verify(tmp_path / "async")
+
+
+@pytest.mark.parametrize("direct_is_faster", [True, False])
+def test_synchronous_saves_are_direct_where_that_was_faster(
+    tmp_path, monkeypatch, caplog, direct_is_faster
+):
+    """The first six are of both kinds in turn. The clock is the number of bytes, by kind."""
+    clock, ways = [0.0], []
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    with caplog.at_level(logging.DEBUG, "megackpt.storage"):
+        for _ in range(8):
+            place = str(tmp_path / "new")
+            with files.direct_where_faster(place, "torch_dist", 10**9) as direct:
+                clock[0] += 1 if direct == direct_is_faster else 2
+                ways.append(direct)
+    assert ways == [False, True] * 3 + [direct_is_faster] * 2
+    (record,) = caplog.records
+    way = "direct" if direct_is_faster else "buffered"
+    assert f"are {way} from now on" in record.message
+
+
+def test_one_slow_direct_save_decides_for_the_page_cache(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    for seconds in (5, 1, 5, 6, 5, 1):
+        with files.direct_where_faster(str(tmp_path), "torch_dist", 1):
+            clock[0] += seconds
+    with files.direct_where_faster(str(tmp_path), "torch_dist", 1) as direct:
+        assert not direct
+
+
+def test_a_failed_save_is_not_counted(tmp_path):
+    def fail() -> None:
+        with files.direct_where_faster(str(tmp_path), "torch_dist", 1) as direct:
+            assert not direct
+            raise StorageError("full")
+
+    for _ in range(5):
+        with pytest.raises(StorageError):
+            fail()
+    assert list(files._speeds.values()) == [([], [])]
+
+
+def test_unknown_file_systems_are_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel, "_file_system", lambda _: 0x6969)  # NFS
+    with files.direct_where_faster(str(tmp_path), "torch_dist", 1) as direct:
+        assert not direct
+    absent = str(tmp_path / "absent" / "absent")
+    with files.direct_where_faster(absent, "torch_dist", 1) as direct:
+        assert not direct
+    assert not files._speeds
+
+
+def test_the_second_large_synchronous_save_is_direct(tmp_path, monkeypatch, writes):
+    shards = state()
+    for name in ("first", "second"):
+        writes.clear()
+        megackpt.save(shards, tmp_path / name, "torch_dist")
+        assert any(was_direct for was_direct, _ in writes) == (name == "second")
+        megackpt.verify(tmp_path / name)
+    for path in (tmp_path / "first").glob("*.distcp"):
+        assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
+
+
+def test_a_small_synchronous_save_is_not_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "DIRECT_BYTES", 16 << 20)
+    megackpt.save(state(), tmp_path / "a", "torch_dist")
+    assert not files._speeds
 
 
 def test_no_page_of_a_direct_file_is_cached(tmp_path, monkeypatch):
