@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -83,6 +83,8 @@ UNDEFINED = 6
 """Undefined tensors that the note of an error names."""
 ATTEMPTS = 3
 """How often a load starts again if a save replaces the checkpoint while it is read."""
+
+_total: Callable[[Sequence[int]], int] = sum
 
 
 def load(
@@ -161,7 +163,8 @@ def load(
         )
     group = group_over(process_group, timeout, f"load {checkpoint_dir}")
     request = attempt(
-        lambda: LoadRequest(
+        partial(
+            LoadRequest,
             absolute(checkpoint_dir),
             sharded_state_dict,
             sharded_strategy,
@@ -175,21 +178,10 @@ def load(
     )
     if group.size == 1:
         request.get()  # a wrong argument raises its own ValueError, not a RankFailure
-    with (
-        group,
-        gc_pause.paused(),
-        events.operation("load", checkpoint_dir, group.rank, group.size),
-        closing(LoadSession(timeout, name_here(group.rank))) as session,
-    ):
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return _LoadOperation(group, request, session).run()
-            except CheckpointReplaced:
-                logger.warning(
-                    "%s was replaced while it was being loaded: loading again",
-                    checkpoint_dir,
-                )
-        return _LoadOperation(group, request, session).run()
+    session = LoadSession(timeout, name_here(group.rank))
+    operation = _LoadOperation(group, request, session, str(checkpoint_dir))
+    with operation.running():
+        return operation.run(operation.read)
 
 
 def _own_load(given: StrategyLike, directory: str | Path) -> Callable[..., Any] | None:
@@ -222,23 +214,92 @@ class _LoadOperation:
     compared: Comparison
     memory: LoadTarget
     state: dict[Any, Any]
+    begun = False
+    missing: set[str]
+    shared: ExchangePlan | None
+    plan: Attempt[LoadPlan]
     domains: Sequence[int] = ()  # on rank 0: ranks with equal numbers exchange
 
     def __init__(
-        self, group: Group, request: Attempt[LoadRequest], session: LoadSession
+        self,
+        group: Group,
+        request: Attempt[LoadRequest],
+        session: LoadSession,
+        directory: str,
     ) -> None:
         self.group = group
         self.attempt = request
         self.session = session
+        self.total = events.start(
+            events.TOTAL, events.Operation("load", directory, group.rank, group.size)
+        )
 
-    def run(self) -> Any:
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A part of the load. An exception ends the load on this rank."""
+        try:
+            with self.group, gc_pause.paused(), events.use(self.total):
+                yield
+        except BaseException as error:
+            self.finish(error)
+            raise
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.session.close()
+        events.finish(self.total, error)
+
+    def run(self, read: Callable[[], dict[int, int]]) -> Any:
+        """All stages that are left, and again all if a save replaces the checkpoint.
+
+        ``read`` calls, or waits for, the method ``read``.
+        """
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                if not self.begun:
+                    self.begin()
+                    read = self.read
+                self.total.operation.bytes = self.end(read)
+                break
+            except CheckpointReplaced:
+                self.begun = False
+                if not left:
+                    raise
+                logger.warning(
+                    "%s was replaced while it was being loaded: loading again",
+                    self.total.operation.path,
+                )
+        self.finish()
+        if StrictHandling.requires_returning_mismatch_keys(self.request.strict):
+            return self.state, self.missing, self.compared.unexpected
+        return self.state
+
+    def begin(self) -> None:
+        """Open, compare and plan."""
         group = self.group
         directory, self.manifest = group.broadcast("open", self.open)
-        missing, exchanging = group.reduce_broadcast(
+        self.missing, exchanging = group.reduce_broadcast(
             "compare", partial(self.compare, directory), self.judge
         )
+        self.shared = None
+        if exchanging:
+            self.shared = group.reduce_scatter(
+                "share", self.rows_to_share, self.plan_exchange
+            )
+        self.plan = attempt(self.prepare)
+        self.begun = True
+
+    def end(self, read: Callable[[], dict[int, int]]) -> int:
+        """Read, exchange and restore. Returns the bytes of all ranks."""
+        group = self.group
         try:
-            total = self.fill(exchanging)
+            if self.shared is None:
+                return group.reduce_broadcast(
+                    "read", partial(self.restore, read), _total
+                )
+            lengths = group.reduce_broadcast("read", read, list)
+            with events.stage("exchange"):
+                exchange(group, self.shared, self.compared.wanted, self.memory, lengths)
+            return group.reduce_broadcast("restore", self.restore, _total)
         except CheckpointingException as error:
             keys = [repr(entry.key) for entry in self.compared.declared.tensors]
             error.add_note(
@@ -246,21 +307,6 @@ class _LoadOperation:
                 + join_truncated(keys, UNDEFINED, ", ")
             )
             raise
-        events.current().operation.bytes = total
-        if StrictHandling.requires_returning_mismatch_keys(self.request.strict):
-            return self.state, missing, self.compared.unexpected
-        return self.state
-
-    def fill(self, exchanging: bool) -> int:
-        """Read the tensors, and make the state. Returns the bytes of all ranks."""
-        group = self.group
-        if not exchanging:
-            return group.reduce_broadcast("read", self.read_all, _total)
-        plan = group.reduce_scatter("share", self.rows_to_share, self.plan_exchange)
-        lengths = group.reduce_broadcast("read", lambda: self.read_share(plan), list)
-        with events.stage("exchange"):
-            exchange(group, plan, self.compared.wanted, self.memory, lengths)
-        return group.reduce_broadcast("restore", self.restore, _total)
 
     @events.stage("open")
     def open(self) -> tuple[str, Manifest]:
@@ -361,34 +407,31 @@ class _LoadOperation:
             wanted.append(replace(rows, domains=(domain,)))
         return plan_exchange(wanted, self.manifest, [apart for _, apart in parts])
 
-    @events.stage("read")
-    def read_all(self) -> int:
-        self.read(plan_load(self.compared.wanted, self.manifest))
-        return self.restore()
+    def prepare(self) -> LoadPlan:
+        """What this rank reads, and the memory for all that it wants."""
+        wanted = self.compared.wanted
+        self.memory = target_of(wanted, self.manifest, self.compared.tensors())
+        synchronize(self.memory.tensors)
+        if self.shared is None:
+            return plan_load(wanted, self.manifest)
+        return self.shared.reads(self.manifest)
 
     @events.stage("read")
-    def read_share(self, plan: ExchangePlan) -> dict[int, int]:
+    def read(self) -> dict[int, int]:
         """Row -> bytes of each object that this rank has read: no other rank knows them."""
-        self.read(plan.reads(self.manifest))
+        plan = self.plan.get()
+        self.session.read(self.opened, plan, self.memory, self.request.verify)
         return {row: len(blob) for row, blob in self.memory.blobs.items()}
 
-    def read(self, plan: LoadPlan) -> None:
-        compared = self.compared
-        self.memory = target_of(compared.wanted, self.manifest, compared.tensors())
-        self.session.read(self.opened, plan, self.memory, self.request.verify)
-
-    def restore(self) -> int:
-        """Make the state; return its bytes on this rank."""
+    def restore(self, read: Callable[[], object] = dict) -> int:
+        """Make the state, after ``read``; return its bytes on this rank."""
+        read()
         synchronize(self.memory.tensors)
         wanted = self.compared.wanted
         trusted = self.request.trusted
         values = values_of(self.opened.storage, wanted, self.memory, trusted)
         self.state = self.compared.restore(values)
         return self.memory.nbytes
-
-
-def _total(nbytes: Sequence[int]) -> int:
-    return sum(nbytes)
 
 
 COPY_SIZE = 4 << 20

@@ -101,8 +101,10 @@ class LoadSession:
     def read(
         self, opened: Opened, plan: LoadPlan, target: LoadTarget, verify: bool
     ) -> None:
-        """Carry out the plan. ``verify`` compares the bytes with the stored digests."""
-        synchronize(target.tensors)
+        """Carry out the plan. ``verify`` compares the bytes with the stored digests.
+
+        Work on the tensors that the thread of the load has queued must be done: ``synchronize``.
+        """
         is_read = np.zeros(len(target.tensors), np.bool_)
         is_read[plan.target] = True
         todo = int(target.memory.nbytes[is_read].sum())
@@ -151,6 +153,7 @@ class LoadSession:
         """Read each wanted row: into ``tensors[i]``, or as an object without such a tensor."""
         into = [*tensors, *[None] * (len(wanted) - len(tensors))]
         target = target_of(wanted, opened.manifest, into)
+        synchronize(target.tensors)
         self.read(opened, plan_load(wanted, opened.manifest), target, verify)
         return values_of(opened.storage, wanted, target, trusted)
 
