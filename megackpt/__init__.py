@@ -45,7 +45,10 @@ if TYPE_CHECKING:
         UntrustedClass as UntrustedClass,
     )
     from megackpt.events import Event as Event, watching as watching
-    from megackpt.loader.load_operation import load as load
+    from megackpt.loader.load_operation import (
+        AsyncLoadRequest as AsyncLoadRequest,
+        load as load,
+    )
     from megackpt.loader.metadata import (
         check_is_distributed_checkpoint as check_is_distributed_checkpoint,
         get_default_load_sharded_strategy as get_default_load_sharded_strategy,
@@ -98,7 +101,7 @@ _MODULES = {
         "UntrustedClass",
     ),
     "events": ("Event", "watching"),
-    "loader.load_operation": ("load",),
+    "loader.load_operation": ("AsyncLoadRequest", "load"),
     "loader.metadata": (
         "check_is_distributed_checkpoint",
         "get_default_load_sharded_strategy",

@@ -40,7 +40,7 @@ GREETINGS = 64
 CONTROL_MESSAGE_BYTES = 1 << 34
 """Bytes. A larger message between ranks is refused."""
 WORKER_STOP_SECONDS = 5.0
-"""Seconds. A cancelled asynchronous save has so long to stop by itself."""
+"""Seconds. A cancelled asynchronous save or load has so long to stop by itself."""
 
 # Saving.
 

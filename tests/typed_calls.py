@@ -12,7 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megackpt
 import megackpt.megatron as dist_checkpointing
-from megackpt import AsyncCallsQueue, CheckpointManager, Strategy, StrictHandling
+from megackpt import (
+    AsyncCallsQueue,
+    AsyncLoadRequest,
+    CheckpointManager,
+    Strategy,
+    StrictHandling,
+)
 from megackpt.converter import export_huggingface
 from megackpt.testing import ThreadedGroup
 
@@ -46,6 +52,10 @@ megackpt.load(state, PATH, strict=False, key_map=str.lower, trusted=[Data])
 megackpt.load(state, PATH, strict="raise")  # arg-type
 megackpt.load(state, PATH, dtype_policy="cast")  # arg-type
 megackpt.load(state, PATH, verfy=False)  # call-arg
+request: AsyncLoadRequest = megackpt.load(state, PATH, asynchronous=True)
+request.wait()["model"]
+request.wait(timeout=3)  # call-arg
+megackpt.load(state, PATH, asynchronous="process")  # arg-type
 ThreadedGroup.run(2, lambda group: megackpt.load(state, PATH, process_group=group))
 megackpt.sharded(model.state_dict(), replicated="all")
 megackpt.sharded(model.state_dict(), replicated="some")  # arg-type
@@ -79,6 +89,7 @@ print(found.step)  # union-attr
 # Under Megatron's names.
 dist_checkpointing.save(state, PATH, async_sharded_save=True, overwrite=False)
 dist_checkpointing.load(state, PATH, strict="raise_all", verify=False)
+dist_checkpointing.load(state, PATH, asynchronous=True)
 dist_checkpointing.save(state, PATH, overwite=False)  # call-arg
 dist_checkpointing.load(state, PATH, strict="raise")  # arg-type
 dist_checkpointing.load(state, PATH, verfy=False)  # call-arg

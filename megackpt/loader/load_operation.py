@@ -6,18 +6,23 @@ Where several ranks want the same rows, one of them reads the rows and sends the
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from weakref import finalize
 
 import numpy as np
 
 from megackpt import events, gc_pause
+from megackpt.async_save import Task
+from megackpt.async_save.task import ThreadWorker
 from megackpt.backends.ranges import octets
 from megackpt.checkpoint import (
     Opened,
@@ -40,6 +45,7 @@ from megackpt.errors import (
     CheckpointReplaced,
     NotACheckpoint,
     ShardingError,
+    StorageError,
     join_truncated,
 )
 from megackpt.loader.comparison import (
@@ -99,6 +105,7 @@ def load(
     dtype_policy: Literal["convert", "error"] = "convert",
     key_map: KeyMap | None = None,
     trusted: Sequence[type] = (),
+    asynchronous: bool = False,
     process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
 ) -> Any:
@@ -128,6 +135,8 @@ def load(
         key_map: key asked for -> key stored: a mapping, which may leave out keys that are
             alike, or a function.
         trusted: classes that objects and the common state may hold beyond the harmless ones.
+        asynchronous: return an AsyncLoadRequest when all ranks have compared and planned. A thread
+            reads meanwhile. ``wait`` of the request, collective, returns the value.
         timeout: how long any rank waits in one collective step, or in one call to its storage.
 
     Returns:
@@ -160,6 +169,7 @@ def load(
             timeout=timeout,
             key_map=key_map,
             dtype_policy=None if dtype_policy == "convert" else dtype_policy,
+            asynchronous=asynchronous,
         )
     group = group_over(process_group, timeout, f"load {checkpoint_dir}")
     request = attempt(
@@ -181,6 +191,8 @@ def load(
     session = LoadSession(timeout, name_here(group.rank))
     operation = _LoadOperation(group, request, session, str(checkpoint_dir))
     with operation.running():
+        if asynchronous:
+            return AsyncLoadRequest(operation)
         return operation.run(operation.read)
 
 
@@ -247,6 +259,15 @@ class _LoadOperation:
     def finish(self, error: BaseException | None = None) -> None:
         self.session.close()
         events.finish(self.total, error)
+
+    def cancel(self, why: str) -> CheckpointingException:
+        """Have the reads of this rank stop, and end the load here with the error returned."""
+        error = CheckpointingException(
+            f"{self.total.operation.path} is not loaded: {why}"
+        )
+        self.session.cancel(error)
+        self.finish(error)
+        return error
 
     def run(self, read: Callable[[], dict[int, int]]) -> Any:
         """All stages that are left, and again all if a save replaces the checkpoint.
@@ -432,6 +453,87 @@ class _LoadOperation:
         values = values_of(self.opened.storage, wanted, self.memory, trusted)
         self.state = self.compared.restore(values)
         return self.memory.nbytes
+
+
+class AsyncLoadRequest:
+    """A load whose reads run in a thread: ``load(..., asynchronous=True)`` returns one.
+
+    Do not use or change the tensors of the state before ``wait`` has returned. A request that is
+    dropped before that stops reading.
+    """
+
+    def __init__(self, operation: _LoadOperation) -> None:
+        """Open, compare and plan; collective. Then start to read."""
+        with suppress(CheckpointReplaced):  # ``wait`` begins again
+            operation.begin()
+        context = copy_context()
+        self._task = Task(lambda _: context.run(operation.read), "load")
+        self._operation: _LoadOperation | None = operation
+        self._on_drop = finalize(self, _dropped, operation, os.getpid())
+        if operation.begun:
+            ThreadWorker().start(self._task)
+        else:
+            self._task.finish(Attempt({}))
+
+    def done(self) -> bool:
+        """Whether this rank has ended its reads, with an error or without. Not collective."""
+        return self._task.wait(0)
+
+    def wait(self) -> Any:
+        """Wait for the reads of all ranks, and return the value of ``load``; collective.
+
+        Ranks that read for one another exchange bytes here, and objects are unpickled here. Raises
+        the errors of ``load``, and CheckpointingException for a request that has ended.
+        """
+        operation = self._end()
+        if operation is None:
+            raise CheckpointingException(
+                "this load has ended: wait() or cancel() was called before"
+            )
+
+        def read() -> dict[int, int]:
+            self._task.wait()
+            return self._task.get()
+
+        try:
+            with operation.running():
+                return operation.run(read)
+        except BaseException:  # a signal handler raises
+            self._stop(operation)
+            raise
+
+    def cancel(self) -> None:
+        """End the load on this rank; its tensors are undefined. No effect after the end.
+
+        Not collective: ``wait`` raises RankLost on other ranks, at once. Raises StorageError if a
+        read hangs in the storage: it may still write to the tensors.
+        """
+        operation = self._end()
+        if operation is not None:
+            self._stop(operation)
+            operation.group.give_up()
+            if self._task.stuck:
+                raise StorageError(
+                    f"{operation.total.operation.path}: the storage does not answer. The tensors "
+                    "of this load must not be used: a read may still write to them"
+                )
+
+    def _end(self) -> _LoadOperation | None:
+        operation, self._operation = self._operation, None
+        self._on_drop.detach()
+        return operation
+
+    def _stop(self, operation: _LoadOperation) -> None:
+        operation.cancel("it was cancelled")
+        ThreadWorker().stop(self._task)
+
+
+def _dropped(operation: _LoadOperation, process: int) -> None:
+    """The request was garbage-collected before ``wait``."""
+    # A forked child also drops its copy of the request, which is still the parent's.
+    if os.getpid() == process:
+        error = operation.cancel("its request was dropped before wait()")
+        logger.error(str(error))
 
 
 COPY_SIZE = 4 << 20

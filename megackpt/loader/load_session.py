@@ -69,6 +69,7 @@ class LoadSession:
         self._who = f" ({who})" if who else ""
         self.alive = self._executor.alive
         self.close = self._executor.close
+        self.cancel = self._executor.progress.cancel
 
     def call(
         self, name: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs

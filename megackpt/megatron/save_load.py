@@ -65,6 +65,7 @@ class LoadOptions(TypedDict, total=False):
     dtype_policy: Literal["convert", "error"]
     key_map: KeyMap | None
     trusted: Sequence[type]
+    asynchronous: bool
     timeout: timedelta
 
 
