@@ -444,6 +444,11 @@ class _LoadOperation:
         self.session.read(self.opened, plan, self.memory, self.request.verify)
         return {row: len(blob) for row, blob in self.memory.blobs.items()}
 
+    def read_beside(self) -> dict[int, int]:
+        """``read`` on a thread beside other work."""
+        self.session.lower_priority()
+        return self.read()
+
     def restore(self, read: Callable[[], object] = dict) -> int:
         """Make the state, after ``read``; return its bytes on this rank."""
         read()
@@ -467,7 +472,7 @@ class AsyncLoadRequest:
         with suppress(CheckpointReplaced):  # ``wait`` begins again
             operation.begin()
         context = copy_context()
-        self._task = Task(lambda _: context.run(operation.read), "load")
+        self._task = Task(lambda _: context.run(operation.read_beside), "load")
         self._operation: _LoadOperation | None = operation
         self._on_drop = finalize(self, _dropped, operation, os.getpid())
         if operation.begun:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,6 +51,9 @@ from megackpt.state import ShardedTensor, dtype_named
 from megackpt.storage import Executor, Storage
 from megackpt.strategies import Strategy
 
+NICE = 5
+"""Added to the nice value of threads that read beside other work: their share is a third then."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -76,6 +81,11 @@ class LoadSession:
     ) -> T:
         """Make a call to the storage, under a name for errors, such as "opening run/3"."""
         return self._executor.call(f"{name}{self._who}", work, *args, **kwargs)
+
+    def lower_priority(self) -> None:
+        """Make later calls with less of the processor: threads with other work go first."""
+        if sys.platform == "linux":  # elsewhere a process has one priority
+            self.call("reading", os.nice, NICE)
 
     def open(self, directory: object, asked: Strategy | None = None) -> Opened:
         """See ``checkpoint.open_checkpoint``."""

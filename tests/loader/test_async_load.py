@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,8 @@ from megackpt.backends.torch_file import TorchFile
 from megackpt.backends.zarr import Zarr
 from megackpt.checkpoint import open_checkpoint
 from megackpt.errors import BackendError, CheckpointingException, RankLost, StorageError
-from megackpt.loader.load_session import LoadSession
+from megackpt.loader.load_session import NICE, LoadSession
+from megackpt.storage.files import LocalReader
 from megackpt.testing import ThreadedGroup
 from tests.loader.test_exchange import (
     ALWAYS,
@@ -117,6 +119,28 @@ def test_other_work_runs_while_a_load_reads(
         request.wait()
     request.cancel()  # no effect
     assert torch.equal(target, WEIGHT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority")
+def test_only_the_threads_that_read_have_a_lower_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    megackpt.save(weight(WEIGHT), tmp_path)
+    seen, read = set(), LocalReader.read_into
+
+    def read_into(*given: Any) -> None:
+        if threading.current_thread().name.startswith("megackpt-read"):
+            seen.add(os.getpriority(os.PRIO_PROCESS, 0))  # of this thread
+        read(*given)
+
+    monkeypatch.setattr(LocalReader, "read_into", read_into)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    megackpt.load(weight(torch.zeros(6, 4)), tmp_path)
+    assert seen == {own}
+    seen.clear()
+    begun(weight(torch.zeros(6, 4)), tmp_path).wait()
+    assert seen == {min(own + NICE, 19)}
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 @pytest.mark.parametrize(
