@@ -16,6 +16,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks import beside
 from benchmarks.chart import draw
 from benchmarks.figures import Course, Desk
 from benchmarks.first_use import FirstUse
@@ -38,7 +39,7 @@ IN_THE_BACKGROUND = {
     for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
-FIGURES = (*RACES, *LATER, *DESK, "P15")
+FIGURES = (*RACES, *LATER, *DESK, "P15", "P18")
 MANY = 20_000  # small tensors a GiB
 
 
@@ -166,6 +167,10 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
         section = report.section(what, options.formats)
         first = FirstUse(root, section, options.formats, options.rounds)
         first.compare(Spec.large(options.gib * 2**30))
+    if "P18" in only:
+        what = f"{options.gib:.2f} GiB, one process, not in the page cache, median of {options.rounds}"
+        section = report.section(what, options.formats)
+        beside.compare(root, section, options.gib * 2**30, options.rounds)
 
 
 def together(
