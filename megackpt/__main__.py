@@ -13,9 +13,8 @@ from megackpt import __version__, errors
 from megackpt.cli.output import Answer, print_answer, print_error
 from megackpt.progress_line import show_progress
 
-EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT, EXIT_FORMAT, EXIT_STORAGE = (
-    range(7)
-)
+EXIT_OK, EXIT_NO, EXIT_USAGE, EXIT_NOTHING, EXIT_CORRUPT = range(5)
+EXIT_FORMAT, EXIT_STORAGE, EXIT_UNCHECKED = range(5, 8)
 EXIT_INTERRUPTED, EXIT_PIPE = 130, 141
 
 STATUS = f"""\
@@ -27,6 +26,7 @@ exit status:
   {EXIT_CORRUPT}    the checkpoint cannot be read: damaged, cut off, contradictory, hostile
   {EXIT_FORMAT}    the format: unknown, too new, its package missing, or unable to hold this
   {EXIT_STORAGE}    the storage failed: no permission, no space, an input/output error
+  {EXIT_UNCHECKED}    nothing is damaged, but without digests only sizes were checked (verify)
   {EXIT_INTERRUPTED}  interrupted"""
 
 # The first class that fits decides.
@@ -108,7 +108,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     help_text = "read everything and check every digest"
     verify = _add_command(commands, "verify", help_text)
-    verify.add_argument("checkpoint", metavar="CKPT", help=place)
+    help_text = f"{place}; or a run, of which all steps are read"
+    verify.add_argument("checkpoint", metavar="CKPT", help=help_text)
+    help_text = "how many steps of a run are read at once (default: 1)"
+    verify.add_argument("--jobs", type=_count, metavar="N", default=1, help=help_text)
+    help_text = f"exit with {EXIT_OK}, not {EXIT_UNCHECKED}, where there are no digests"
+    verify.add_argument("--allow-unchecked", action="store_true", help=help_text)
 
     help_text = "compare two checkpoints, of any formats"
     more = (
@@ -227,6 +232,13 @@ def _add_command(
 
     command.set_defaults(command=name)
     return command
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return value
 
 
 def _tolerance(text: str) -> float:

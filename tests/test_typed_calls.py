@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 import megackpt
-from megackpt.manager.run_directory import NAMINGS, NamingStyle
+from megackpt.checkpoint.run_directory import NAMINGS, NamingStyle
 from megackpt.planning.strict import StrictHandling, StrictName
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,11 +8,13 @@ from megackpt.checkpoint.index import (
     encode_index as encode_index,
 )
 from megackpt.checkpoint.opening import (
+    Directory as Directory,
     Opened as Opened,
     absolute as absolute,
     as_read_by as as_read_by,
     backend_of as backend_of,
     find_storage as find_storage,
+    in_run as in_run,
     open_checkpoint as open_checkpoint,
     open_same as open_same,
 )

@@ -49,9 +49,6 @@ Directory = str | os.PathLike[str]
 T = TypeVar("T")
 
 _ATTEMPTS = 3  # to open a directory while saves replace it
-_MOST_HINTS = (
-    32  # folders of a directory that is no checkpoint, in which one is looked for
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +120,24 @@ def open_checkpoint(
     )
 
 
+def in_run(directory: Directory, read: Callable[[Directory], T]) -> T:
+    """Call ``read`` with a directory, or else with the latest complete step of the run in it.
+
+    A WARNING names the step.
+
+    Raises:
+        NotACheckpoint: that of ``read``. It lists the steps of a run without a complete one.
+    """
+    try:
+        return read(directory)
+    except NotACheckpoint as error:
+        # Imports this module, and a load of a checkpoint does without it.
+        from megackpt.checkpoint.run_directory import latest_step
+
+        step = latest_step(directory, error)
+    return read(step)
+
+
 def unreplaced(
     directory: Directory,
     look: Callable[[Storage], T],
@@ -188,15 +203,13 @@ def open_same(
 def find_storage(
     directory: Directory,
     asked: Strategy | None = None,
-    hint: bool = True,
     moved: Callable[[], object] = int,
 ) -> Storage:
     """The storage of the checkpoint in this directory or file; NotACheckpoint without one.
 
-    With a ``hint``, the error names the last checkpoint in the directory. ``moved``: see Storage.
-    The storage may be of the old checkpoint, which an interrupted replacement has renamed away. In
-    an object store: the save that the record names, else a checkpoint that was uploaded without a
-    record.
+    ``moved``: see Storage. The storage may be of the old checkpoint, which an interrupted
+    replacement has renamed away. In an object store: the save that the record names, else a
+    checkpoint that was uploaded without a record.
     """
     where = absolute(directory)
     if is_url(where):
@@ -232,8 +245,7 @@ def find_storage(
         if storage is not None and storage.size(INDEX) is not None:
             return storage  # opening it reports the file that is missing
         if storage is not None or not os.path.isdir(target):
-            near = _within(target) if hint else ""
-            raise NotACheckpoint(f"{reason}{_unfinished(target)}{near}")
+            raise NotACheckpoint(f"{reason}{_unfinished(target)}")
     raise CheckpointReplaced(
         f"{os.fspath(directory)} is being replaced again and again"
     )
@@ -268,18 +280,6 @@ def _in_bucket(
     except CheckpointingException:
         return outer  # a checkpoint is there; opening it reports its problem
     return outer
-
-
-def _within(target: str) -> str:
-    """A hint at the last checkpoint in this directory."""
-    try:
-        for name in LocalStorage(target).list()[-_MOST_HINTS:][::-1]:
-            found = os.path.join(target, name)
-            if os.path.isdir(found) and incomplete(LocalStorage(found)) is None:
-                return f"; a checkpoint is in {found}: is that meant?"
-    except (CheckpointingException, OSError):
-        return ""  # the first error is more useful
-    return ""
 
 
 def incomplete(storage: LocalStorage, asked: Strategy | None = None) -> str | None:

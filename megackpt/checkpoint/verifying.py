@@ -21,6 +21,7 @@ from megackpt.backends.torch_dist import extension_keys
 from megackpt.checkpoint.opening import (
     Directory,
     as_read_by,
+    in_run,
     shortfalls,
     stored_manifest,
     unreplaced,
@@ -332,6 +333,7 @@ def verify(
 ) -> Report:
     """Check that a load of all tensors and objects would work.
 
+    In the directory of a run the latest complete step is checked, with a WARNING that names it.
     Compares all bytes with their digests, in parallel, checks all file sizes, and opens all
     objects, including the common state. A checkpoint without digests is checked by its format's
     checksums, if it has any (torch_dist: the checksums of its zip records), and encoded chunks are
@@ -357,6 +359,11 @@ def verify(
         closing(Executor(timeout)) as executor,
     ):
 
+        def verified_at(place: Directory) -> Report:
+            return unreplaced(
+                place, verified, lambda report: report.ok, moved=executor.alive
+            )
+
         def verified(storage: Storage) -> Report:
             try:
                 with events.stage("open"):
@@ -378,12 +385,7 @@ def verify(
                 return report
 
         report: Report = executor.call(
-            f"verifying {directory}",
-            unreplaced,
-            directory,
-            verified,
-            lambda report: report.ok,
-            moved=executor.alive,
+            f"verifying {directory}", in_run, directory, verified_at
         )
         running.bytes = report.bytes
         if report.problems:

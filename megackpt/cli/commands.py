@@ -9,18 +9,32 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megackpt import events
-from megackpt.checkpoint import open_checkpoint, remove, verify as verify_checkpoint
+from megackpt.checkpoint import (
+    Report,
+    find_storage,
+    in_run,
+    open_checkpoint,
+    remove,
+    verify as verify_checkpoint,
+)
 from megackpt.cli.compare import Tolerance, compare
 from megackpt.cli.output import Answer
-from megackpt.errors import MismatchError, NotACheckpoint, StorageError
+from megackpt.errors import (
+    CheckpointingException,
+    MismatchError,
+    NotACheckpoint,
+    StorageError,
+)
 from megackpt.loader.regions import Regions
-from megackpt.manager import NAMINGS, list_run
+from megackpt.manager import NAMINGS, Run, Step, list_run
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.retention import Retention
 from megackpt.planning.manifest import Manifest, TensorParts
@@ -57,14 +71,66 @@ def ls(options: argparse.Namespace) -> Answer:
 
 
 def verify(options: argparse.Namespace) -> Answer:
-    """Read everything and compare the digests. Raises NotACheckpoint if there is none."""
+    """Read a checkpoint, or all of a run, and compare the digests. Raises like ``verify``."""
+    try:
+        find_storage(options.checkpoint)
+    except NotACheckpoint:
+        run = list_run(options.checkpoint)
+        if run.latest is not None:
+            return _verify_run(run, options)
     report = verify_checkpoint(options.checkpoint)
-    status = 0
-    if report.problems:
-        status = 1
-    elif report.unread:
-        status = 6
+    status = _verdict(report, options.allow_unchecked)
     return Answer({"ok": report.ok, **vars(report)}, status)
+
+
+def _verify_run(run: Run, options: argparse.Namespace) -> Answer:
+    """Verify all complete steps. The status is that of the worst one."""
+    complete = [step for step in run.steps if step.complete]
+    skipped = [f"{s.name}: {s.reason}" for s in run.steps if not s.complete]
+
+    def verified(step: Step) -> Report | CheckpointingException:
+        try:
+            return verify_checkpoint(f"{run.location}/{step.name}")
+        except CheckpointingException as error:
+            return error
+
+    with ThreadPoolExecutor(options.jobs, "megackpt-verify") as pool:
+        reports = list(pool.map(verified, complete))
+    steps, problems, status = [], [], 0
+    for step, report in zip(complete, reports, strict=True):
+        if isinstance(report, NotACheckpoint):
+            skipped.append(f"{step.name}: {report}")  # it was removed meanwhile
+            continue
+        if isinstance(report, CheckpointingException):
+            report = Report(step.name, 0, 0, 0, False, (), unread=(str(report),))
+        found = [*report.problems, *report.unread]
+        problems += [f"{step.name}: {text}" for text in found]
+        row = {"name": step.name, "ok": report.ok, "checked": report.checked}
+        steps.append({**row, "bytes": report.bytes, "problems": len(found)})
+        verdict = _verdict(report, options.allow_unchecked)
+        status = max(status, verdict, key=_WORST.index)
+    data = {
+        "location": run.location,
+        "ok": all(step["ok"] for step in steps),
+        "steps": steps,
+        "problems": problems,
+        "skipped": skipped,
+    }
+    return Answer(data, status)
+
+
+_WORST = (0, 7, 6, 1)
+"""Exit statuses of verify."""
+
+
+def _verdict(report: Report, is_unchecked_fine: bool) -> int:
+    if report.problems:
+        return 1
+    if report.unread:
+        return 6
+    if report.checked or is_unchecked_fine:
+        return 0
+    return 7
 
 
 def diff(options: argparse.Namespace) -> Answer:
@@ -72,7 +138,7 @@ def diff(options: argparse.Namespace) -> Answer:
     tolerance = None
     if options.rtol is not None or options.atol is not None:
         tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0)
-    a, b = open_checkpoint(options.a), open_checkpoint(options.b)
+    a, b = (in_run(each, open_checkpoint) for each in (options.a, options.b))
     found = compare(a, b, options.select, tolerance, options.read)
     is_empty = not (found.compared or found.only_a or found.only_b)
     if is_empty and options.select != "*":
@@ -187,7 +253,7 @@ def export_hf(options: argparse.Namespace) -> Answer:
 
 def show(options: argparse.Namespace) -> Answer:
     """Raises MismatchError if no key matches, NotACheckpoint, CorruptCheckpoint, StorageError."""
-    opened = open_checkpoint(options.checkpoint, every_table=False)
+    opened = in_run(options.checkpoint, partial(open_checkpoint, every_table=False))
     manifest = opened.manifest
     numbers = _select(manifest, options.checkpoint, options.key)
     name, version = manifest.backend

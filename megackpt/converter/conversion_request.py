@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megackpt import limits
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import absolute, open_checkpoint
+from megackpt.checkpoint import Directory, Opened, absolute, in_run, open_checkpoint
 from megackpt.checkpoint.ownership import is_replaceable
 from megackpt.converter.budget import parse_size
 from megackpt.converter.conversion import (
@@ -144,8 +144,12 @@ def convert(
     backend, tasks = _target_backend(to, shards)
 
     with closing(Executor(timeout)) as executor:
-        opened = executor.call(
-            f"opening {source_path}", open_checkpoint, source, moved=executor.alive
+
+        def opened_at(place: Directory) -> tuple[str, Opened]:
+            return _resolve_path(place), open_checkpoint(place, moved=executor.alive)
+
+        source_path, opened = executor.call(
+            f"opening {source_path}", in_run, source, opened_at
         )
     if table is not None:
         opened = _MAP_CHECKPOINT.load()(table, opened)
@@ -195,7 +199,7 @@ def remove_sharded_tensors(checkpoint_dir: str | Path, key_prefix: str) -> None:
     Conversion(opened, path, kept, backend, tasks).run(path, overwrite=True)
 
 
-def _resolve_path(path: str | Path) -> str:
+def _resolve_path(path: Directory) -> str:
     location = absolute(path)
     if is_url(location):
         return location

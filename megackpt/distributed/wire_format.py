@@ -42,7 +42,7 @@ megackpt.loader.comparison CompareRequest
 megackpt.loader.load_operation _RankRequest
 megackpt.manager.local.restore MergedSave PieceTable
 megackpt.manager.local.pieces LocalSave Piece PieceFiles
-megackpt.manager.run_directory Step
+megackpt.checkpoint.run_directory Step
 megackpt.planning.box Box Boxes _received
 megackpt.planning.exchange_plan ExchangePlan Transfers
 megackpt.planning.manifest Chunks Location Manifest SavePlan TensorValues WriteResult

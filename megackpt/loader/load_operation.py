@@ -25,6 +25,7 @@ from megackpt.async_save import Task
 from megackpt.async_save.task import ThreadWorker
 from megackpt.backends.ranges import octets
 from megackpt.checkpoint import (
+    Directory,
     Opened,
     absolute,
     find_storage,
@@ -297,9 +298,9 @@ class _LoadOperation:
     def begin(self) -> None:
         """Open, compare and plan."""
         group = self.group
-        directory, self.manifest = group.broadcast("open", self.open)
+        directory, place, self.manifest = group.broadcast("open", self.open)
         self.missing, exchanging = group.reduce_broadcast(
-            "compare", partial(self.compare, directory), self.judge
+            "compare", partial(self.compare, directory, place), self.judge
         )
         self.shared = None
         if exchanging:
@@ -330,13 +331,13 @@ class _LoadOperation:
             raise
 
     @events.stage("open")
-    def open(self) -> tuple[str, Manifest]:
-        """On rank 0: the directory, and the manifest of the checkpoint in it."""
+    def open(self) -> tuple[str, Directory, Manifest]:
+        """On rank 0: the directory, where its checkpoint is, and the manifest."""
         request = self.attempt.get()
         try:
-            manifest = self.session.open(
+            place, opened = self.session.open(
                 request.directory, asked_format(request.strategy)
-            ).manifest
+            )
         except NotACheckpoint as error:
             if self.group.size == 1:
                 raise
@@ -344,6 +345,7 @@ class _LoadOperation:
                 f"{error}\n(So rank 0 sees it on host {socket.gethostname()!r}: where other ranks "
                 "see a checkpoint, is the directory shared between all hosts?)"
             ) from error
+        manifest = opened.manifest
         events.current().operation.id = manifest.save_id
         if manifest.differing:
             logger.warning(
@@ -351,10 +353,10 @@ class _LoadOperation:
                 request.directory,
                 join_truncated(list(map(repr, manifest.differing)), 10),
             )
-        return request.directory, manifest
+        return request.directory, place, manifest
 
     @events.stage("compare")
-    def compare(self, directory: str) -> _RankRequest:
+    def compare(self, directory: str, place: Directory) -> _RankRequest:
         """Open the checkpoint that rank 0 has opened, and compare this rank's request with it."""
         request = self.request = self.attempt.get()
         manifest = self.manifest
@@ -366,7 +368,7 @@ class _LoadOperation:
             )
         # Opened first: all that is read through this handle belongs to one checkpoint.
         self.opened = self.session.open_same(
-            directory, manifest, asked_format(request.strategy)
+            place, manifest, asked_format(request.strategy)
         )
         if isinstance(request.state, StateOfStored):
             values = self.pickles(request.state.prefixes)

@@ -22,6 +22,7 @@ import megackpt.serialization.allowlist  # noqa: F401
 from megackpt import events, serialization
 from megackpt.backends.base import Target
 from megackpt.checkpoint import (
+    Directory,
     Opened,
     backend_of,
     open_checkpoint,
@@ -31,6 +32,7 @@ from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
     CorruptCheckpoint,
+    NotACheckpoint,
     StorageError,
 )
 from megackpt.planning.box import Box
@@ -87,18 +89,26 @@ class LoadSession:
         if sys.platform == "linux":  # elsewhere a process has one priority
             self.call("reading", os.nice, NICE)
 
-    def open(self, directory: object, asked: Strategy | None = None) -> Opened:
-        """See ``checkpoint.open_checkpoint``."""
-        return self.call(
-            f"opening {directory}",
-            open_checkpoint,
-            directory,  # type: ignore[arg-type] # checked there
-            asked,
-            moved=self.alive,
-        )
+    def open(
+        self, directory: Directory, asked: Strategy | None = None
+    ) -> tuple[Directory, Opened]:
+        """The checkpoint in a directory, or the latest one of a run, and where it is.
+
+        Like ``checkpoint.in_run`` with ``checkpoint.open_checkpoint``.
+        """
+        opening, place = f"opening {directory}", directory
+        opened = partial(open_checkpoint, asked=asked, moved=self.alive)
+        try:
+            return place, self.call(opening, opened, place)
+        except NotACheckpoint as error:
+            # A load of a checkpoint does without the import.
+            from megackpt.checkpoint.run_directory import latest_step
+
+            place = self.call(opening, latest_step, directory, error)
+        return place, self.call(opening, opened, place)
 
     def open_same(
-        self, directory: str, manifest: Manifest, asked: Strategy | None
+        self, directory: Directory, manifest: Manifest, asked: Strategy | None
     ) -> Opened:
         """The checkpoint that another rank has opened: see ``checkpoint.open_same``."""
         opening = f"opening {directory}"

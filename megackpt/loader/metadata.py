@@ -43,7 +43,7 @@ def load_common_state_dict(
     """
     classes = trusted_classes(trusted)
     with closing(LoadSession(timeout)) as session:
-        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+        _, opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
         wanted = common_row(opened.manifest)
         values = session.rows(opened, wanted, trusted=classes)
     if values:
@@ -84,7 +84,7 @@ def load_tensors_metadata(
     not answer for ``timeout``.
     """
     with closing(LoadSession(timeout)) as session:
-        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+        _, opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
     entries = opened.manifest.tensors
     return {entry.key: whole(entry) for entry in entries if not entry.meta.is_object}
 
@@ -101,7 +101,7 @@ def load_sharded_metadata(
     None of them has data. StorageError if the storage does not answer for ``timeout``.
     """
     with closing(LoadSession(timeout)) as session:
-        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+        _, opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
     manifest = opened.manifest
     found: CkptShardedMetadata = {}
     for i, number in enumerate(manifest.chunks.tensor.tolist()):
@@ -129,7 +129,7 @@ def load_plain_tensors(
     StorageError if the storage does not answer for ``timeout``.
     """
     with closing(LoadSession(timeout)) as session:
-        opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
+        _, opened = session.open(checkpoint_dir, asked_format(sharded_strategy))
         entries = opened.manifest.tensors
         shards = [whole(entry) for entry in entries if not entry.meta.is_object]
         tensors = [destination(shard) for shard in shards]
@@ -165,5 +165,6 @@ def get_default_load_sharded_strategy(
     StorageError if the storage does not answer for ``timeout``.
     """
     with closing(LoadSession(timeout)) as session:
-        name, version = session.open(checkpoint_dir).manifest.backend
+        _, opened = session.open(checkpoint_dir)
+        name, version = opened.manifest.backend
     return as_strategy(get_default_strategy(StrategyAction.LOAD_SHARDED, name, version))

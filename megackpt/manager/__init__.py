@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megackpt.manager.run_directory import (
+from megackpt.checkpoint.run_directory import (
     NAMINGS,
     TRACKERS,
     Naming,

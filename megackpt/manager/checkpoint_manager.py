@@ -17,6 +17,15 @@ from typing import Any, Literal, Self
 
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.checkpoint import absolute
+from megackpt.checkpoint.run_directory import (
+    TRACKERS,
+    NamingStyle,
+    Restored,
+    Step,
+    list_run,
+    naming_of,
+    step_number,
+)
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
     Attempt,
@@ -34,15 +43,6 @@ from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.restorer import Found, Restorer, find_latest
 from megackpt.manager.retention import Retention
-from megackpt.manager.run_directory import (
-    TRACKERS,
-    NamingStyle,
-    Restored,
-    Step,
-    list_run,
-    naming_of,
-    step_number,
-)
 from megackpt.manager.stateful import (
     Savable,
     StatefulObjects,

@@ -15,6 +15,14 @@ from typing import Any, TypeVar
 from megackpt.async_save import Work
 from megackpt.checkpoint import INDEX, find_storage
 from megackpt.checkpoint.marker import PREFIX
+from megackpt.checkpoint.run_directory import (
+    Restored,
+    Run,
+    RunDirectory,
+    Step,
+    list_run,
+    step_number,
+)
 from megackpt.distributed import Group, GroupLike, group_over
 from megackpt.errors import (
     BackendError,
@@ -32,14 +40,6 @@ from megackpt.loader.load_operation import load
 from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.restore import LocalRestore
 from megackpt.manager.retention import Retention, find_damage, find_problems
-from megackpt.manager.run_directory import (
-    Restored,
-    Run,
-    RunDirectory,
-    Step,
-    list_run,
-    step_number,
-)
 from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor, root_at

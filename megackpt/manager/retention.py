@@ -24,6 +24,7 @@ from megackpt.checkpoint import (
     verify,
 )
 from megackpt.checkpoint.opening import shortfalls
+from megackpt.checkpoint.run_directory import Naming, RunDirectory, Step, parse_name
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -33,7 +34,6 @@ from megackpt.errors import (
     StorageError,
 )
 from megackpt.manager.keep_rules import KeepRules, read_metrics, write_metric
-from megackpt.manager.run_directory import Naming, RunDirectory, Step, parse_name
 from megackpt.storage import TEMPORARY, Advance, Call, Executor, LocalStorage, Storage
 
 logger = logging.getLogger("megackpt.manager")

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import megackpt
 from megackpt import ShardedObject, ShardedTensor, Strategy
+from megackpt.checkpoint.run_directory import list_run
 from megackpt.dcp import FileSystemReader
 from megackpt.errors import BackendError, CorruptCheckpoint, NotACheckpoint
 from megackpt.manager import CheckpointManager
-from megackpt.manager.run_directory import list_run
 from megackpt.strategies import backend_named
 from megackpt.testing import ThreadedGroup
 

@@ -330,13 +330,14 @@ def test_dtypes_that_torch_lacks_are_refused_with_their_keys(tmp_path: Path) -> 
         megackpt.load_plain_tensors(folder)
 
 
-def test_a_directory_of_checkpoints_is_no_checkpoint(tmp_path: Path) -> None:
+def test_the_latest_step_of_a_run_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("0", "100"):
         shutil.copytree(GOLDEN / GOLDENS[0], tmp_path / name)
-    with pytest.raises(
-        NotACheckpoint, match=r"a checkpoint is in .*/100: is that meant"
-    ):
-        megackpt.load_plain_tensors(tmp_path)
+    found = megackpt.load_plain_tensors(tmp_path)
+    assert found.keys() == megackpt.load_plain_tensors(tmp_path / "100").keys()
+    assert "its latest complete step, 100, is read" in caplog.text
 
 
 # The endpoint ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from megackpt.checkpoint import (
     clear,
     remove,
 )
+from megackpt.checkpoint.run_directory import NAMINGS
 from megackpt.errors import (
     CorruptCheckpoint,
     NotACheckpoint,
@@ -29,7 +30,6 @@ from megackpt.manager import (
 )
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.retention import Retention
-from megackpt.manager.run_directory import NAMINGS
 from tests.manager.runs import (
     TRACKER,
     hurt,

@@ -386,16 +386,6 @@ def one_class_is_trusted_and_not_a_tuple_of_it(r):
     r.load(r.model(), trusted=complex)
 
 
-@mistake(
-    NotACheckpoint,
-    "is not a distributed checkpoint",
-    "a checkpoint is in ",
-    "iter_0000100: is that meant?",
-)
-def the_run_is_named_instead_of_its_step(r):
-    r.load(r.model(), step=".")
-
-
 @mistake(NotACheckpoint, "iter_0000200 does not exist")
 def the_step_does_not_exist(r):
     r.load(r.model(), step="iter_0000200")

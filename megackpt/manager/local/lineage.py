@@ -15,9 +15,9 @@ import time
 from contextlib import suppress
 from threading import Lock
 
+from megackpt.checkpoint.run_directory import list_run
 from megackpt.errors import CorruptCheckpoint
 from megackpt.manager.local.pieces import LocalSave
-from megackpt.manager.run_directory import list_run
 from megackpt.storage import digest, root_at
 
 logger = logging.getLogger("megackpt.manager")

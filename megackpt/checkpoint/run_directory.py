@@ -6,6 +6,7 @@ examined; the data is not read.
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import re
@@ -17,21 +18,32 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megackpt import strategies
-from megackpt.checkpoint import (
-    INDEX,
+from megackpt.backends.base import CONFIG
+from megackpt.checkpoint.index import INDEX, decode_index
+from megackpt.checkpoint.marker import PREFIX
+from megackpt.checkpoint.opening import (
+    Directory,
     absolute,
     as_read_by,
-    decode_index,
     find_storage,
 )
-from megackpt.checkpoint.marker import PREFIX
 from megackpt.checkpoint.ownership import find_format
 from megackpt.checkpoint.records import RECORD
-from megackpt.errors import CheckpointingException, CorruptCheckpoint, NotACheckpoint
+from megackpt.errors import (
+    CheckpointingException,
+    CorruptCheckpoint,
+    NotACheckpoint,
+    join_truncated,
+)
 from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
+
+logger = logging.getLogger("megackpt.manager")
 
 _THREADS = 8  # that examine steps: network file systems have a high latency
 _MAX_TRACKER_BYTES = 4096
+_MOST_STEPS = 10  # that an error lists
+_OWN = frozenset((INDEX, CONFIG, RECORD, ".metadata"))
+"""Files of a checkpoint."""
 
 
 class Naming(NamedTuple):
@@ -177,6 +189,33 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     return Run(location, _examine_itself(location), tuple(steps), tuple(trackers))
 
 
+def latest_step(directory: Directory, problem: NotACheckpoint) -> str:
+    """The latest complete step of the run in a directory that is no checkpoint itself.
+
+    Raises ``problem`` if no step is there, NotACheckpoint with the steps if none is complete.
+    """
+    try:
+        run = list_run(directory)
+        entries = root_at(run.location).list()
+    except (CheckpointingException, OSError):
+        raise problem from None
+    # What a save left in part: a folder in it is no step.
+    is_own = any(e in _OWN or e.startswith(PREFIX) for e in entries)
+    if is_own or not run.steps:
+        raise problem
+    if run.latest is None:
+        names = [f"{s.name} ({s.reason or 'complete'})" for s in run.steps]
+        raise NotACheckpoint(
+            f"{problem}; it contains {join_truncated(names, _MOST_STEPS)}: is one meant?"
+        ) from problem
+    logger.warning(
+        "%s is the directory of a run: its latest complete step, %s, is read",
+        directory,
+        run.latest.name,
+    )
+    return f"{run.location}/{run.latest.name}"
+
+
 class RunDirectory:
     """The names in the directory of a run; a step is examined when it is asked for."""
 
@@ -305,7 +344,7 @@ def _examine(path: str, step: Step) -> tuple[Step, Storage | None]:
     """The step with its format and completeness, and where its files are."""
     storage = None
     try:
-        storage = find_storage(path, hint=False)
+        storage = find_storage(path)
         backend = find_format(storage)
         config = strategies.read_config(storage)
     except FileNotFoundError:

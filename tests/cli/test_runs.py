@@ -1,0 +1,118 @@
+"""The directory of a run where a checkpoint is expected: its latest complete step, or a list."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megackpt
+from megackpt import ShardedTensor
+from megackpt.errors import NotACheckpoint
+from megackpt.testing import ThreadedGroup
+from tests.cli.conftest import make_state
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        megackpt.save(make_state(step), tmp_path / "run" / f"iter_{step:07d}")
+    (tmp_path / "run" / "iter_0000003").mkdir()
+    return tmp_path / "run"
+
+
+def unchecked(where: Path) -> None:
+    """A checkpoint without digests."""
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+    megackpt.save(state, where, "safetensors")
+    (where / "megackpt.index").unlink()
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_the_latest_complete_step_is_read(
+    run: Path, plain: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert f"location: {run}" in plain("show", run)
+    assert "same: no" in plain("diff", run, run / "iter_0000001", status=1)
+    assert "same: yes" in plain("diff", run, run / "iter_0000002")
+    plain("convert", run, run.parent / "out", "--to", "zarr")
+    assert "same: yes" in plain("diff", run.parent / "out", run / "iter_0000002")
+    assert megackpt.load_plain_tensors(run)["w"][0, 0] == 2
+    assert "w" in megackpt.load_tensors_metadata(run)
+    assert megackpt.load_common_state_dict(run) == {"iteration": 5}
+    assert megackpt.verify(run).location == f"{run}/iter_0000002"
+    assert not megackpt.check_is_distributed_checkpoint(run)
+    said = {record.message for record in caplog.records}
+    line = "is the directory of a run: its latest complete step, iter_0000002, is read"
+    assert said >= {f"{run} {line}"}
+
+
+def test_all_ranks_read_the_same_step(run: Path) -> None:
+    def load(group: ThreadedGroup) -> Any:
+        w = torch.empty(1024, 1024)
+        whole = ShardedTensor.from_rank_offsets("w", w, replica_id=group.rank)
+        megackpt.load({"w": whole}, run, process_group=group)
+        return float(w[0, 0])
+
+    assert ThreadedGroup.run(2, load) == [2, 2]
+
+
+def test_without_a_complete_step_the_steps_are_listed(run: Path) -> None:
+    for step in (1, 2):
+        shutil.rmtree(run / f"iter_{step:07d}")
+    with pytest.raises(NotACheckpoint, match=r"contains iter_0000003 \(.*it is empty"):
+        megackpt.load_plain_tensors(run)
+
+
+def test_what_is_left_of_a_checkpoint_is_no_run(run: Path) -> None:
+    step = run / "iter_0000002"
+    shutil.copytree(run / "iter_0000001", step / "1")
+    for name in (".metadata", "megackpt.index"):
+        (step / name).unlink()
+    with pytest.raises(NotACheckpoint):
+        megackpt.verify(step)
+
+
+def test_nothing_replaces_a_run(run: Path) -> None:
+    with pytest.raises(NotACheckpoint):
+        megackpt.remove_sharded_tensors(run, "w")
+    assert sorted(path.name for path in run.iterdir()) == [
+        f"iter_{step:07d}" for step in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_verify_reads_all_steps(
+    run: Path, plain: Callable[..., str], asked: Callable[..., Any], jobs: int
+) -> None:
+    more = ("--jobs", str(jobs))
+    found = asked("verify", run, *more)
+    assert found["ok"]
+    assert [step["name"] for step in found["steps"]] == ["iter_0000001", "iter_0000002"]
+    assert found["skipped"][0].startswith("iter_0000003: ")
+    unchecked(run / "iter_0000004")
+    found = asked("verify", run, *more, status=7)
+    assert [step["checked"] for step in found["steps"]] == [True, True, False]
+    assert asked("verify", run, *more, "--allow-unchecked")["ok"]
+    damage(run / "iter_0000001" / "__0_0.distcp")
+    found = asked("verify", run, *more, status=1)
+    assert [step["ok"] for step in found["steps"]] == [False, True, True]
+    assert found["problems"][0].startswith("iter_0000001: ")
+    assert "'w'" in plain("verify", run, *more, status=1)
+
+
+def test_a_checkpoint_without_digests_has_a_status_of_its_own(
+    tmp_path: Path, plain: Callable[..., str]
+) -> None:
+    unchecked(tmp_path / "a")
+    assert "checked: no" in plain("verify", tmp_path / "a", status=7)
+    assert "checked: no" in plain("verify", tmp_path / "a", "--allow-unchecked")
