@@ -22,6 +22,7 @@ from megackpt.async_save.request import AsyncRequest, Pending
 from megackpt.async_save.task import Task, ThreadWorker, Worker
 from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, Busy, GroupLike, attempt
 from megackpt.errors import CheckpointingException, RankLost, StorageError
+from megackpt.staging.buffers import POOL
 
 logger = logging.getLogger("megackpt.async_calls")
 
@@ -141,7 +142,8 @@ class AsyncCallsQueue:
         max_failures: with "warn", this number of failures in a row raises the last error.
         staging_bytes: make staging memory of this size ready in a thread, so that the first save
             does not wait for new pages. It is the size of this rank's save: its part of the
-            tensors, and its share of replicas.
+            tensors, and its share of replicas. None: the share of a whole checkpoint that this
+            process has loaded, or loads before its first save. 0: nothing.
     """
 
     def __init__(
@@ -155,11 +157,13 @@ class AsyncCallsQueue:
         staging_bytes: int | None = None,
     ) -> None:
         self.failures = FailurePolicy(on_error, max_failures)
-        if staging_bytes is not None:
-            if type(staging_bytes) is not int or staging_bytes < 1:
-                raise ValueError(
-                    f"staging_bytes is a number of bytes or None, not {staging_bytes!r}"
-                )
+        if staging_bytes is None:
+            POOL.is_expecting = True
+        elif type(staging_bytes) is not int or staging_bytes < 0:
+            raise ValueError(
+                f"staging_bytes is a number of bytes or None, not {staging_bytes!r}"
+            )
+        if staging_bytes or (staging_bytes is None and POOL.expected):
             from megackpt.staging.copy import prepare  # imports torch
 
             prepare(staging_bytes)

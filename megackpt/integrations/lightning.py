@@ -63,7 +63,9 @@ class _Checkpoints:
         self._asynchronous = asynchronous
         self._format = checkpoint_format
         self._trusted = trusted
-        self._queue = megackpt.AsyncCallsQueue()
+        self._queue = megackpt.AsyncCallsQueue(
+            staging_bytes=None if asynchronous else 0
+        )
         self._superseded: list[str] = []
         self._is_training = False
 

@@ -72,6 +72,8 @@ from megackpt.planning.manifest import (
     itemsizes,
 )
 from megackpt.planning.strict import StrictHandling, Strictness, parse_strict_flag
+from megackpt.staging.buffers import POOL
+from megackpt.staging.copy import prepare
 from megackpt.staging.devices import synchronize
 from megackpt.staging.target import LoadTarget
 from megackpt.state import ShardedStateDict
@@ -291,6 +293,14 @@ class _LoadOperation:
                     self.total.operation.path,
                 )
         self.finish()
+        chunks = self.manifest.chunks
+        sizes = chunks.boxes.volume * itemsizes(self.manifest.tensors)[chunks.tensor]
+        stored, total = int(sizes.sum()), self.total.operation.bytes
+        if total >= stored > 0:
+            # The ranks save what they have loaded, and share replicas equally.
+            POOL.expected = self.memory.nbytes * stored // total
+            if POOL.is_expecting:
+                prepare()
         if StrictHandling.requires_returning_mismatch_keys(self.request.strict):
             return self.state, self.missing, self.compared.unexpected
         return self.state

@@ -134,7 +134,10 @@ class CheckpointManager(SaveDecisions):
             timeout=timeout,
             on_error=on_error,
             max_failures=max_failures,
+            staging_bytes=0,
         )
+        if self._worker is None and staging_bytes is None:
+            staging_bytes = 0
         self._queue = queue(self._worker == "process", staging_bytes=staging_bytes)
         self._local = None
         if local is not None:

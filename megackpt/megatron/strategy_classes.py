@@ -19,7 +19,7 @@ from megackpt.strategies import Strategy, StrategyAction, StrategyLike
 
 Directory = str | Path
 
-async_calls = AsyncCallsQueue()
+async_calls = AsyncCallsQueue(staging_bytes=0)
 
 
 class _OpenStrategy(Strategy):

@@ -29,7 +29,7 @@ from megackpt.planning.manifest import SavePlan
 _GRAIN = 64 << 10
 _KEPT_FOR = 8  # leases after which a buffer that none of them used is freed
 _POPULATE_WRITE = 23  # madvise of Linux 5.14; Python has no name for it
-_POPULATED_AT_ONCE = 64 << 20  # bytes: madvise holds the interpreter's lock
+_POPULATED_AT_ONCE = 4 << 20  # bytes: madvise holds the interpreter's lock
 _NO_MEMFD = (errno.ENOSYS, errno.EPERM, errno.EACCES)  # an old kernel, or a sandbox
 _numbers = itertools.count(1)
 
@@ -55,6 +55,7 @@ class Buffer:
         self.pinned = False  # registered with CUDA
         self.pending: list[Event] = []  # copies of devices into the buffer
         self.leased_at = 0
+        self.ready = threading.Lock()  # held by the thread that prepares the buffer
         if fd is not None:
             finalize(self, os.close, fd).atexit = False
         self._map = mmap.mmap(-1 if fd is None else fd, size)
@@ -156,7 +157,21 @@ class BufferPool:
         self._free: list[Buffer] = []
         self._leased: set[Buffer] = set()
         self._returned: deque[Buffer] = deque()
-        self._leases = 0
+        self.leases = 0
+        # Bytes of the first lease, from a load, and whether a queue waits for this number.
+        self.expected = 0
+        self.is_expecting = False
+
+    @property
+    def has_prepared(self) -> bool:
+        """Whether prepared buffers wait for the first lease."""
+        return not self.leases and bool(self._free)
+
+    def free_prepared(self) -> None:
+        """Free the prepared buffers, unless there was a lease."""
+        with self._lock:
+            if not self.leases:
+                self._free.clear()
 
     def lease(self, size: int, cap: int) -> Buffer | None:
         """A buffer of at least ``size`` bytes; None where all leased ones would exceed ``cap``
@@ -174,11 +189,15 @@ class BufferPool:
             fitting = [free for free in self._free if size <= free.size <= most]
             if fitting:
                 buffer = min(fitting, key=lambda free: free.size)
-                self._free.remove(buffer)
+                with buffer.ready:
+                    self._free.remove(buffer)
             else:
+                if not self.leases:
+                    self._free.clear()  # prepared, and of a wrong size
                 buffer = _allocate(size, available)
-            self._leases += 1
-            buffer.leased_at = self._leases
+                buffer.populate()
+            self.leases += 1
+            buffer.leased_at = self.leases
             self._leased.add(buffer)
             self._free_unused(cap)
             return buffer
@@ -186,7 +205,7 @@ class BufferPool:
     def prepare(self, size: int, cap: int, pin: Callable[[Buffer], object]) -> bool:
         """Make a buffer for a later lease of about ``size`` bytes, and ``pin`` it.
 
-        Other threads may lease meanwhile. False where all buffers would exceed ``cap`` bytes.
+        A lease of the buffer waits for this. False where all buffers would exceed ``cap`` bytes.
         Raises StorageError like ``lease``.
         """
         with self._lock:
@@ -196,11 +215,13 @@ class BufferPool:
             return False
         # More than asked for: the objects of a state, and the balance between ranks.
         buffer = _allocate(size + size // 16, cap - held)
-        pin(buffer)
-        with self._lock:
-            buffer.leased_at = self._leases
-            self._free.append(buffer)
-            self._free_unused(cap)
+        with buffer.ready:
+            with self._lock:
+                buffer.leased_at = self.leases
+                self._free.append(buffer)
+                self._free_unused(cap)
+            buffer.populate()
+            pin(buffer)
         return True
 
     def give_back(self, buffer: Buffer) -> None:
@@ -222,7 +243,7 @@ class BufferPool:
         held = sum(buffer.size for buffer in [*self._free, *self._leased])
         while self._free:
             oldest = self._free[-1]
-            if held <= cap and self._leases - oldest.leased_at < _KEPT_FOR:
+            if held <= cap and self.leases - oldest.leased_at < _KEPT_FOR:
                 return
             held -= self._free.pop().size
 
@@ -232,13 +253,11 @@ def _allocate(size: int, available: int) -> Buffer:
     grain = max(_GRAIN, 1 << max(0, size.bit_length() - 5))
     rounded = min(max(1, -(-size // grain)) * grain, available)
     try:
-        buffer = Buffer.allocate(max(1, rounded))
+        return Buffer.allocate(max(1, rounded))
     except OSError as error:
         raise StorageError(
             f"no memory to copy a save into: {size:,} bytes were refused: {error}"
         ) from error
-    buffer.populate()
-    return buffer
 
 
 POOL = BufferPool()

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,7 +16,14 @@ import numpy as np
 import torch
 
 from megackpt.errors import CheckpointingException, ShardingError
-from megackpt.staging.buffers import POOL, Buffer, Event, HostCopy, default_cap
+from megackpt.staging.buffers import (
+    POOL,
+    Buffer,
+    Event,
+    HostCopy,
+    available_memory,
+    default_cap,
+)
 from megackpt.staging.devices import (
     has_streams,
     hold_streams,
@@ -29,6 +37,8 @@ logger = logging.getLogger("megackpt.staging")
 
 _ALIGNMENT = 64  # bytes
 _LARGE = 1 << 20  # bytes
+_SPARE = 16  # a guess is prepared if this many times its size is available on the host
+_LOOKS_EVERY = 5.0  # seconds, at the memory that is left beside a guess
 
 _Move = Callable[[int, int, int], object]
 _move_large: _Move = ctypes.memmove  # releases the interpreter's lock
@@ -81,26 +91,39 @@ def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | Non
     return copy
 
 
-def prepare(nbytes: int) -> threading.Thread:
-    """Make ``nbytes`` of staging memory ready for the next copy, in the returned thread.
+def prepare(nbytes: int | None = None) -> None:
+    """Make ``nbytes`` of staging memory ready for the next copy, in a thread.
 
-    New pages, and pinning them for CUDA, take several times as long as the copy itself.
+    New pages, and pinning them for CUDA, take several times as long as the copy itself. None: for
+    the first copy of this process, once a load has told its size and a queue waits for it, if much
+    memory is available. This memory is freed if little is left before that copy.
     """
+    is_guess = nbytes is None
+    if nbytes is None:
+        nbytes = POOL.expected
+        if not (nbytes and POOL.is_expecting) or POOL.leases:
+            return
+        POOL.is_expecting = False
+        if available_memory() < _SPARE * nbytes:
+            return
     thread = threading.Thread(
-        target=_prepare, args=(nbytes,), name="megackpt-staging", daemon=True
+        target=_prepare, args=(nbytes, is_guess), name="megackpt-staging", daemon=True
     )
-    thread.start()
-    return thread
+    try:
+        thread.start()
+    except RuntimeError as error:  # the system has no thread left
+        logger.warning("staging memory is not prepared: %s", error)
 
 
-def _prepare(nbytes: int) -> None:
+def _prepare(nbytes: int, is_guess: bool) -> None:
     def pin(buffer: Buffer) -> None:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             _pin(buffer)
 
-    cap = default_cap()
+    # The first save fixes the default.
+    cap = default_cap.__wrapped__() if is_guess else default_cap()
     try:
-        if not POOL.prepare(nbytes, cap, pin):
+        if not POOL.prepare(nbytes, cap, pin) and not is_guess:
             logger.warning(
                 "staging memory is not prepared: staging_bytes of %s does not fit beside copies of "
                 "other saves (limit %s bytes)",
@@ -109,9 +132,14 @@ def _prepare(nbytes: int) -> None:
             )
     except (CheckpointingException, OSError) as error:
         logger.warning("staging memory is not prepared: %s", error)
+    if is_guess:
+        while POOL.has_prepared and available_memory() >= nbytes:
+            time.sleep(_LOOKS_EVERY)
+        POOL.free_prepared()
 
 
 def _log_no_room(rank: int, size: int, cap: int) -> None:
+    POOL.free_prepared()  # no copy of this size takes it
     logger.log(
         logging.WARNING if rank == 0 else logging.DEBUG,
         "this asynchronous save is written before save() returns: its copy of %s bytes does "

@@ -8,19 +8,26 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from megackpt.async_save import AsyncCallsQueue
+import megackpt
+from megackpt import CheckpointManager, ShardedTensor
+from megackpt.async_save import AsyncCallsQueue, queue
 from megackpt.errors import StorageError
+from megackpt.loader import load_operation
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import Declaration, Declarations, ShardId, TensorMeta
 from megackpt.planning.save_plan import plan_save
-from megackpt.staging import copy
+from megackpt.staging import buffers, copy
 from megackpt.staging.buffers import Buffer, BufferPool, HostCopy
+from megackpt.testing import ThreadedGroup
 
 MIB = 1 << 20
 
@@ -287,22 +294,35 @@ def test_a_forked_child_has_a_pool_of_its_own() -> None:
 def test_prepared_memory_is_what_the_next_copy_takes() -> None:
     pool = BufferPool()
     pinned: list[Buffer] = []
-
-    def pin(buffer: Buffer) -> None:
-        # What a save takes meanwhile is not this buffer, which is being pinned.
-        pinned.append(buffer)
-        assert leased(pool, 2 * MIB, 8 * MIB) is not buffer
-
-    assert pool.prepare(2 * MIB, 8 * MIB, pin)
+    assert pool.prepare(2 * MIB, 8 * MIB, pinned.append)
     assert leased(pool, 2 * MIB + 5, 8 * MIB) is pinned[0]
     before = held(pool)
-    assert not pool.prepare(7 * MIB, 8 * MIB, pin)
+    assert not pool.prepare(7 * MIB, 8 * MIB, pinned.append)
     assert held(pool) == before
 
 
-def test_prepared_memory_that_comes_too_late_stays_below_the_cap() -> None:
+def test_a_copy_waits_for_the_thread_that_prepares_its_memory() -> None:
     pool = BufferPool()
-    taken = []
+    order: list[Buffer | str] = []
+
+    def lease() -> None:
+        order.append(leased(pool, 2 * MIB, 8 * MIB))
+
+    def pin(buffer: Buffer) -> None:
+        thread.start()
+        while not pool._lock.locked():  # it has the pool, and waits for the buffer
+            time.sleep(0.001)
+        order.extend(("pinned", buffer))
+
+    thread = threading.Thread(target=lease)
+    assert pool.prepare(2 * MIB, 8 * MIB, pin)
+    thread.join()
+    assert order == ["pinned", order[1], order[1]]
+
+
+def test_a_copy_does_not_wait_for_memory_of_a_wrong_size() -> None:
+    pool = BufferPool()
+    taken: list[Buffer] = []
     assert pool.prepare(
         5 * MIB, 8 * MIB, lambda _: taken.append(leased(pool, 6 * MIB, 8 * MIB))
     )
@@ -315,14 +335,136 @@ def test_a_queue_prepares_staging_memory(
     pool = BufferPool()
     monkeypatch.setattr(copy, "POOL", pool)
     AsyncCallsQueue(staging_bytes=3 * MIB).close()
-    for thread in threading.enumerate():
-        if thread.name == "megackpt-staging":
-            thread.join()
+    join_preparing()
     assert 3 * MIB <= held(pool) <= 4 * MIB
     AsyncCallsQueue(staging_bytes=1 << 60).close()
+    join_preparing()
+    assert "1,152,921,504,606,846,976 does not fit" in caplog.text
+    for wrong in (-1, False, 1.5):
+        with pytest.raises(ValueError, match="staging_bytes is a number of bytes or"):
+            AsyncCallsQueue(staging_bytes=wrong)  # type: ignore[arg-type]
+
+
+def join_preparing() -> None:
     for thread in threading.enumerate():
         if thread.name == "megackpt-staging":
             thread.join()
-    assert "1,152,921,504,606,846,976 does not fit" in caplog.text
-    with pytest.raises(ValueError, match="staging_bytes is a number of bytes or None"):
-        AsyncCallsQueue(staging_bytes=0)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> BufferPool:
+    """The pool of a new process, in which much memory is available."""
+    new = BufferPool()
+    for module in (buffers, copy, queue, load_operation):
+        monkeypatch.setattr(module, "POOL", new)
+    monkeypatch.setattr(copy, "_LOOKS_EVERY", 0.001)
+    return new
+
+
+def mebibyte(key: str = "a", replica: int = 0) -> ShardedTensor:
+    value = torch.ones(1 << 18)
+    return ShardedTensor.from_rank_offsets(key, value, replica_id=replica)
+
+
+def prepared_by(pool: BufferPool) -> Buffer:
+    """The buffer that a thread is preparing or has prepared."""
+    while not pool.has_prepared:
+        assert "megackpt-staging" in [each.name for each in threading.enumerate()]
+    return pool._free[0]
+
+
+@pytest.mark.parametrize("order", ["queue, load", "load, queue"])
+def test_a_load_tells_the_size_of_the_first_asynchronous_save(
+    order: str, tmp_path: Path, pool: BufferPool
+) -> None:
+    state = {"a": mebibyte()}
+    megackpt.save(state, tmp_path / "first")
+    AsyncCallsQueue(staging_bytes=0)
+    for step in order.split(", "):
+        join_preparing()
+        assert not pool.has_prepared
+        if step == "queue":
+            AsyncCallsQueue()
+        else:
+            megackpt.load(state, tmp_path / "first")
+    prepared = prepared_by(pool)
+    assert MIB <= prepared.size <= 2 * MIB
+    request = megackpt.save(state, tmp_path / "next", async_sharded_save=True)
+    assert request is not None
+    assert pool._leased == {prepared}
+    request.execute_sync()
+    join_preparing()  # it ends with the first save
+    AsyncCallsQueue()
+    megackpt.load(state, tmp_path / "next")
+    join_preparing()
+    assert held(pool) == prepared.size
+
+
+def test_each_replica_expects_its_share(tmp_path: Path, pool: BufferPool) -> None:
+    def work(group: ThreadedGroup) -> None:
+        state = {"a": mebibyte(replica=group.rank)}
+        megackpt.save(state, tmp_path, process_group=group)
+        megackpt.load(state, tmp_path, process_group=group)
+
+    ThreadedGroup.run(4, work)
+    assert pool.expected == MIB // 4
+
+
+def test_a_load_of_a_part_tells_no_size(tmp_path: Path, pool: BufferPool) -> None:
+    megackpt.save({"a": mebibyte(), "b": mebibyte("b")}, tmp_path)
+    megackpt.load({"a": mebibyte()}, tmp_path)
+    assert not pool.expected
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_asynchronous_manager_expects_a_save(
+    asynchronous: bool, tmp_path: Path, pool: BufferPool
+) -> None:
+    local = megackpt.LocalTier(tmp_path / "local", every=1)
+    CheckpointManager(tmp_path / "run", asynchronous=asynchronous, local=local).close()
+    assert pool.is_expecting == asynchronous
+
+
+def test_a_guess_leaves_memory_to_others(
+    pool: BufferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    available = [16 * MIB - 1]
+    monkeypatch.setattr(copy, "available_memory", lambda: available[0])
+    pool.expected = MIB
+    AsyncCallsQueue()
+    join_preparing()
+    assert not held(pool)
+    available[0] += 1
+    AsyncCallsQueue()
+    assert prepared_by(pool).size >= MIB
+    available[0] = MIB - 1
+    join_preparing()
+    assert not held(pool)
+
+
+def test_a_guess_survives_a_system_without_threads(
+    pool: BufferPool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    AsyncCallsQueue()
+    monkeypatch.setattr(copy.threading, "Thread", NoThread)
+    pool.expected = MIB
+    copy.prepare()
+    assert "is not prepared: can't start new thread" in caplog.text
+
+
+def test_a_save_that_exceeds_its_cap_frees_prepared_memory(
+    tmp_path: Path, pool: BufferPool
+) -> None:
+    assert pool.prepare(2 * MIB, 8 * MIB, lambda _: None)
+    strategy = megackpt.Strategy("torch_dist", staging_memory=MIB)
+    state = {"a": mebibyte(), "b": mebibyte("b")}
+    request = megackpt.save(state, tmp_path, strategy, async_sharded_save=True)
+    assert request is not None
+    assert not held(pool)
+    request.execute_sync()
