@@ -21,6 +21,7 @@ NEXT = 3
 _VERBS = {
     "save": "save",
     "load": "load, verified",
+    "loaded": "async save after a load: training blocked",
     "train": "async save: training blocked",
     "prepared": "async save with staging_bytes: training blocked",
 }
@@ -56,6 +57,8 @@ class FirstUse:
             team.ask("hold", spec, 2)
             team.ask("look_up")
             team.ask("declare", name)
+            if verb == "loaded":
+                team.ask("load", name, self.folder(name), True)
             taken = [self.seconds(team, verb, name) for _ in range(1 + NEXT)]
         return taken[0] / statistics.median(taken[1:])
 
@@ -64,7 +67,7 @@ class FirstUse:
         if verb != "load":  # it loads what the last process has saved
             shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-        if verb in ("train", "prepared"):
+        if verb in ("loaded", "train", "prepared"):
             trained = name + PREPARED if verb == "prepared" else name
             blocked: list[Trained] = team.ask("train", trained, folder, False, True)
             return max(each.blocked for each in blocked)
