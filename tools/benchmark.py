@@ -18,6 +18,8 @@ from pathlib import Path
 
 from benchmarks import beside
 from benchmarks.chart import draw
+from benchmarks.door_rows import compare as compare_doors
+from benchmarks.doors import DOORS, ENGINE
 from benchmarks.figures import Course, Desk
 from benchmarks.first_use import FirstUse
 from benchmarks.peers import missing
@@ -39,7 +41,7 @@ IN_THE_BACKGROUND = {
     for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
-FIGURES = (*RACES, *LATER, *DESK, "P15", "P18")
+FIGURES = (*RACES, *LATER, *DESK, "P15", "P16", "P18")
 MANY = 20_000  # small tensors a GiB
 
 
@@ -167,6 +169,8 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
         section = report.section(what, options.formats)
         first = FirstUse(root, section, options.formats, options.rounds)
         first.compare(Spec.large(options.gib * 2**30))
+    if "P16" in only:
+        through_doors(options, root, report)
     if "P18" in only:
         what = f"{options.gib:.2f} GiB, one process, not in the page cache, median of {options.rounds}"
         section = report.section(what, options.formats)
@@ -240,6 +244,19 @@ def training(
         )
         course = Course(arena, section, list(ours), list(theirs), frozenset(LATER))
         course.training(Spec.large(options.gib * 2**30), [*ours, *theirs])
+
+
+def through_doors(options: argparse.Namespace, root: Path, report: Report) -> None:
+    """The calls of other libraries, over megackpt's, of the same state of four ranks."""
+    size = options.gib * 2**30
+    doors = [name for name in DOORS if name != ENGINE]
+    what = f"{options.gib:.2f} GiB of DTensors, four ranks TP2 x DP2, median of {options.rounds}"
+    section = report.section(what, doors)
+    with Team("doors", 4, root) as team:
+        arena = Arena(root, dict.fromkeys(DOORS, team), options.rounds)
+        many = max(round(MANY * options.gib), 64)
+        compare_doors(arena, section, Spec.small(many), f"{many:,} small tensors")
+        compare_doors(arena, section, Spec.large(size), "large tensors")
 
 
 def alone(

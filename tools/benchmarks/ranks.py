@@ -27,6 +27,7 @@ import torch.distributed as dist
 import megackpt
 from benchmarks import scale
 from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
+from benchmarks.doors import DOORS
 from benchmarks.limit import Limit
 from benchmarks.peers import (
     Megatron,
@@ -80,6 +81,8 @@ def contestant(name: str, place: Place) -> Contestant:
             return TorchCheckpointing()
         case "orbax":
             return Orbax()
+    if name in DOORS:
+        return DOORS[name](place)
     return Megackpt(name.removeprefix("megackpt "))
 
 
