@@ -7,6 +7,7 @@ rank is named on all ranks, and the coordinator asks all ranks once more before 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -15,7 +16,7 @@ from dataclasses import fields, replace
 from traceback import StackSummary
 from typing import Any
 
-from torch.distributed import get_rank
+from torch.distributed import get_process_group_ranks, get_rank
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
@@ -28,6 +29,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt import events, gc_pause
+from megackpt.checkpoint import open_checkpoint
+from megackpt.dcp.declared_state import declare_plain
 from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.dcp.state_dict_saver import reset_on_error
@@ -41,6 +44,8 @@ from megackpt.errors import (
     NotACheckpoint,
     RankFailure,
     RankLost,
+    SaveInProgress,
+    StorageError,
 )
 
 # Other classes may override any method, so they need torch's flow.
@@ -48,6 +53,8 @@ READERS: dict[type[Any], type[FileSystemReader]] = {FileSystemWriter: FileSystem
 """Classes of writers -> classes of readers. ``megackpt.huggingface`` adds its classes."""
 _SAVE_PLANNERS = DefaultSavePlanner, SavePlanner
 _LOAD_PLANNERS = DefaultLoadPlanner, _EmptyStateDictLoadPlanner, LoadPlanner
+
+_log = logging.getLogger(__name__)
 
 stock_save = state_dict_saver._save_state_dict
 stock_load = state_dict_loader._load_state_dict
@@ -74,6 +81,12 @@ def save_state_dict(
     made = planner or DefaultSavePlanner()
     reader = READERS.get(type(storage_writer))
     _wait_for_others(storage_writer, no_dist)
+    path = os.fspath(storage_writer.path)
+    is_default = planner is None and coordinator_rank == 0 and use_collectives
+    if is_default and reader is FileSystemReader:
+        ranks = process_group, no_dist
+        if _by_engine("save", storage_writer, state_dict, *ranks):
+            return _StoredMetadata(reader(path), open_checkpoint(path).manifest.save_id)
     is_stock = type(made) not in _SAVE_PLANNERS or coordinator_rank != 0
     if reader is None or is_stock or not use_collectives:
         given = process_group, coordinator_rank, no_dist, planner
@@ -116,7 +129,6 @@ def save_state_dict(
         storage_writer.finish(metadata=metadata, results=results, confirm=group.confirm)
         return sum(result.size_in_bytes for part in results for result in part)
 
-    path = os.fspath(storage_writer.path)
     with (
         _session("save", path, storage_writer, process_group, no_dist) as group,
         reset_on_error(storage_writer),
@@ -126,11 +138,7 @@ def save_state_dict(
         operation = events.current().operation
         operation.id = assignment.save_id
         operation.bytes = _step(group, "write", write, finish)
-    if metadata is not None:
-        return metadata
-    stored = _StoredMetadata.__new__(_StoredMetadata)
-    vars(stored).update(_save_id=assignment.save_id, _reader=reader(path))
-    return stored
+    return _StoredMetadata(reader(path), assignment.save_id)
 
 
 def load_state_dict(
@@ -149,9 +157,13 @@ def load_state_dict(
         given = process_group, coordinator_rank, no_dist, planner
         stock_load(state_dict, storage_reader, *given)
         return
+    is_default = planner is None and type(storage_reader) is FileSystemReader
+    ranks = process_group, no_dist
+    if is_default and _by_engine("load", storage_reader, state_dict, *ranks):
+        return
     plan = LoadPlan([])
 
-    def open_checkpoint() -> tuple[Metadata, bool]:
+    def read_metadata() -> tuple[Metadata, bool]:
         """The metadata, and whether it covers all ranks."""
         try:
             return storage_reader.read_metadata(), True
@@ -166,7 +178,7 @@ def load_state_dict(
     def declare() -> tuple[str, bool]:
         """Make the plan. These planners change none globally, so it stays on this rank."""
         nonlocal plan
-        metadata, of_all = open_checkpoint()
+        metadata, of_all = read_metadata()
         made.set_up_planner(state_dict, metadata, group.is_coordinator)
         storage_reader.set_up_storage_reader(
             metadata, group.is_coordinator, rank=group.rank, use_collectives=of_all
@@ -187,6 +199,35 @@ def load_state_dict(
     with _session("load", path, storage_reader, process_group, no_dist) as group:
         _step(group, "plan", declare, decide)
         _step(group, "read", read, lambda _: None)
+
+
+def _by_engine(
+    kind: str,
+    storage: Any,
+    state_dict: dict[str, Any],
+    process_group: Any,
+    no_dist: bool,
+) -> bool:
+    """Save or load as ``megackpt.save`` and ``load`` do. Collective.
+
+    False where a planner has to plan: where a state is not plain, or the engine refuses it, since
+    a planner's error says more. Nothing was written then.
+    """
+    path = os.fspath(storage.path)
+    ranks = None if no_dist else get_process_group_ranks(process_group)
+    declared = attempt(lambda: declare_plain(state_dict, ranks)).value
+    ours = kind, path, storage, process_group, no_dist
+    with _session(*ours, is_operation=False) as group:
+        if not group.all_agree(declared and declared[1]) or declared is None:
+            return False
+        try:
+            storage.perform(declared[0], state_dict, group)
+        except (RankFailure, SaveInProgress, StorageError):
+            raise
+        except CheckpointingException as error:
+            _log.debug("a planner plans the %s of %s: %s", kind, path, error)
+            return False
+    return True
 
 
 class _StepFailed(CheckpointingException):
@@ -254,7 +295,12 @@ def _wait_for_others(storage: Any, no_dist: bool) -> None:
 
 @contextmanager
 def _session(
-    kind: str, path: str, storage: Any, process_group: Any, no_dist: bool
+    kind: str,
+    path: str,
+    storage: Any,
+    process_group: Any,
+    no_dist: bool,
+    is_operation: bool = True,
 ) -> Iterator[Group]:
     """The ranks of one call. Errors have torch's class CheckpointException, ``from`` megackpt's."""
     group: Group = SingleGroup()
@@ -263,7 +309,8 @@ def _session(
         if not no_dist:
             name = f"dcp.{kind} {path}"
             group = group_over(process_group, storage.timeout, name, lane="dcp")
-        with group, events.operation(kind, path, group.rank, group.size):
+        name = kind if is_operation else ""
+        with group, events.operation(name, path, group.rank, group.size):
             yield group
     except _StepFailed as failed:
         raise _torch_error(failed.stage, failed.by_rank) from (
@@ -294,11 +341,14 @@ class _StoredMetadata(Metadata):
     Raises CheckpointReplaced then if the path holds another save, and what the reader raises.
     """
 
+    def __init__(self, reader: FileSystemReader, save_id: str) -> None:
+        vars(self).update(_reader=reader, _save_id=save_id)
+
     def __getattribute__(self, name: str) -> Any:
         if name in _FIELDS and name not in vars(self):
             reader: FileSystemReader = self._reader
             found = reader.read_metadata()
-            save_id = found.storage_meta and found.storage_meta.save_id
+            save_id = reader.prepare_local_plan(LoadPlan([])).storage_data
             if save_id not in (None, self._save_id):
                 raise CheckpointReplaced(
                     f"{os.fspath(reader.path)} holds another save than {self._save_id}, whose "

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megackpt.backends.torch_dist import METADATA
+from megackpt import tree
+from megackpt.backends.torch_dist import METADATA, TorchDist
 from megackpt.backends.torch_dist.foreign_manifest import native_manifest
 from megackpt.backends.torch_dist.metadata_reader import (
     Listing,
@@ -30,14 +31,16 @@ from megackpt.checkpoint.opening import unreplaced
 from megackpt.dcp.item_reader import ItemReader, OpenCheckpoint
 from megackpt.dcp.storage_writer import Path, is_checkpoint_path
 from megackpt.dcp.torch_metadata import ChunkName, metadata_of, rows_of
-from megackpt.distributed import DEFAULT_TIMEOUT
+from megackpt.distributed import DEFAULT_TIMEOUT, Group
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
     NotACheckpoint,
 )
+from megackpt.loader.load_operation import load
 from megackpt.loader.load_session import LoadSession
 from megackpt.planning.manifest import Manifest
+from megackpt.state import ShardedObject
 from megackpt.storage import LocalStorage, Storage
 from megackpt.torch_versions import DROPS_ERRORS_OF_READERS
 
@@ -164,6 +167,23 @@ class FileSystemReader(StorageReader):
         except Exception as error:  # noqa: BLE001 - raised by the caller
             future.set_exception(error)  # type: ignore[arg-type] # torch's annotation
         return future
+
+    def perform(self, state: Any, into: dict[str, Any], group: Group) -> None:
+        """Load as ``megackpt.load`` does, by declarations of the state dict."""
+        loaded = load(
+            state,
+            os.fspath(self.path),
+            TorchDist(),
+            validate_access_integrity=False,
+            strict="raise_unexpected",
+            verify=self.verify,
+            process_group=group,
+            timeout=self.timeout,
+        )
+        for path, leaf in tree.walk(state):
+            if isinstance(leaf, ShardedObject):
+                value = tree.lookup(loaded, path)
+                tree.lookup(into, path[:-1])[path[-1]] = value
 
     def _open(self, rank: int | None) -> OpenCheckpoint:
         name = f"opening {os.fspath(self.path)}"

@@ -60,7 +60,7 @@ from megackpt.dcp.torch_metadata import (
     encode_metadata,
     manifest_of,
 )
-from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, attempt, name_here
+from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, Group, attempt, name_here
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
@@ -76,6 +76,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
 )
 from megackpt.planning.save_plan import refuse_unstorable
+from megackpt.saver import save
 from megackpt.staging.devices import synchronize_current_stream
 from megackpt.state.storable import layout_problem
 from megackpt.storage import Executor
@@ -203,6 +204,24 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         if checkpoint_id:
             self.path = checkpoint_id
         self._renew()
+
+    def perform(self, state: Any, state_dict: dict[str, Any], group: Group) -> None:
+        """Save as ``megackpt.save`` does, by declarations of the state dict."""
+        if self._session or self._named_chunks or self.transforms.extensions:
+            state = None  # ShardingError on all ranks
+        if self._spent:
+            self._renew()
+        files, meta = self.thread_count, self.storage_meta()
+        backend = PlannedByDcp(files, state_dict=state_dict, storage_meta=meta)
+        save(
+            state,
+            os.fspath(self.path),
+            backend,
+            overwrite=self.overwrite,
+            process_group=group,
+            timeout=self.timeout,
+        )
+        self._spent = True
 
     def _renew(self) -> None:
         self.save_id, self._spent = uuid.uuid4().hex, False

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt import serialization
 from megackpt.backends.base import Finished, config_file
-from megackpt.backends.torch_dist import METADATA, TorchDist
+from megackpt.backends.torch_dist import METADATA, TorchDist, metadata_writer
 from megackpt.backends.torch_dist.metadata_pickle import Record
 from megackpt.backends.torch_dist.metadata_reader import (
     LISTED_COMMON,
@@ -60,14 +61,26 @@ ChunkName = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class PlannedByDcp(TorchDist):
-    """torch_dist with a ``.metadata`` file that was made before, from a DCP planner's metadata."""
+    """torch_dist with a ``.metadata`` file that was made before, from a DCP planner's metadata.
+
+    Or of the declarations of a state dict.
+    """
 
     table: bytes = b""
+    state_dict: Any = None
+    storage_meta: StorageMeta | None = None
+
+    def __getstate__(self) -> int:
+        """What plans depend on, for the cache of plans."""
+        return self.files_per_rank
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002
-        return Finished(
-            manifest, {METADATA: self.table, **config_file(self.properties)}
-        )
+        table = self.table
+        if self.state_dict is not None:
+            paths = flatten_state_dict(self.state_dict)[1]
+            fields = {"planner_data": paths, "storage_meta": self.storage_meta}
+            table = metadata_writer.emit(manifest, fields)
+        return Finished(manifest, {METADATA: table, **config_file(self.properties)})
 
 
 def manifest_of(

@@ -103,7 +103,7 @@ class TorchDist(Backend):
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002
         if not self.torch_metadata:
             return Finished(manifest, config_file(self.properties))
-        metadata = metadata_writer.emit(manifest)
+        metadata = metadata_writer.emit(manifest, {})
         return Finished(manifest, {METADATA: metadata, **config_file(self.properties)})
 
     def recognises(self, root: Storage) -> bool:

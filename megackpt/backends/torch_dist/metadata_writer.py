@@ -17,9 +17,10 @@ filesystem._StorageInfo, format version 1.0.0, as DCP of torch 2.13 writes it.
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress, pairwise
 from operator import itemgetter
 from typing import Any
@@ -236,7 +237,7 @@ class _Emission:
             b"u" + text("planner_data") + b"N" + text("storage_data") + b"}(",
             *self.stored,
             b"u" + text("storage_meta") + meta,
-            text("version") + text("1.0.0") + _BUILD + b".",
+            text("version") + text("1.0.0") + b"u",
         ])  # fmt: skip
 
     def _sizes(self, columns: Int64) -> list[Part]:
@@ -247,9 +248,10 @@ class _Emission:
         return [*parts, _TUPLE]
 
 
-def emit(manifest: Manifest) -> bytes:
+def emit(manifest: Manifest, fields: Mapping[str, Any]) -> bytes:
     """The content of ``.metadata``, without the common state.
 
+    ``fields`` replace fields of torch's Metadata.
     Raises BackendError where two items would have one name.
     """
     emission = _Emission(manifest)
@@ -278,4 +280,8 @@ def emit(manifest: Manifest) -> bytes:
         raise BackendError(
             f"torch DCP has one item of a name, but several have these: {twice[:20]}"
         )
-    return emission.content()
+    state = [emission.content()]
+    for name, value in fields.items():
+        # Without first and last opcodes, and frames. It may overwrite the memo, now unused.
+        state += text(name), pickle.dumps(value, 3)[2:-1], b"s"
+    return b"".join([*state, b"b."])
