@@ -6,7 +6,9 @@ examined; the data is not read.
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import operator
 import os
 import re
@@ -26,6 +28,7 @@ from megackpt.checkpoint.opening import (
     absolute,
     as_read_by,
     find_storage,
+    shortfalls,
 )
 from megackpt.checkpoint.ownership import find_format
 from megackpt.checkpoint.records import RECORD
@@ -33,6 +36,7 @@ from megackpt.errors import (
     CheckpointingException,
     CorruptCheckpoint,
     NotACheckpoint,
+    StorageError,
     join_truncated,
 )
 from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
@@ -77,6 +81,9 @@ NAMINGS = (
     Naming("plain", re.compile(r"(\d+)"), "{}"),
 )
 
+METRICS = "megackpt_metrics.json"
+"""Step -> metric, of the complete steps."""
+_MAX_METRICS_BYTES = 1 << 26
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by number (Megatron, verl) or by directory (DeepSpeed)."""
 _TRACKER_LINK = re.compile("latest|last")
@@ -112,6 +119,8 @@ class Step:
     """When its newest file was written, in seconds since 1970."""
     read_only: bool = False
     """Whether another library has written it, in a format that megackpt only reads."""
+    metric: float | None = None
+    """The ``metric`` given to the manager's ``save``."""
 
 
 class Restored(NamedTuple):
@@ -170,7 +179,7 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     """
     location = absolute(directory)
     try:
-        run = RunDirectory(location)
+        run = RunDirectory(location, has_sizes=True)
     except FileNotFoundError as error:
         name = os.fspath(directory)
         raise NotACheckpoint(f"directory {name} does not exist") from error
@@ -184,6 +193,14 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     with ThreadPoolExecutor(_THREADS, "megackpt-list") as pool:
         found = pool.map(run.examine, run.names())
         steps = [step for steps in found for step in steps]
+    metrics = {}
+    try:
+        metrics = read_metrics(run.storage)
+    except StorageError as error:
+        logger.warning("%s", error)
+    steps = [
+        replace(s, metric=metrics.get(-1 if s.step is None else s.step)) for s in steps
+    ]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
     trackers = [_judge(tracker, steps) for tracker in run.trackers]
     return Run(location, _examine_itself(location), tuple(steps), tuple(trackers))
@@ -219,9 +236,13 @@ def latest_step(directory: Directory, problem: NotACheckpoint) -> str:
 class RunDirectory:
     """The names in the directory of a run; a step is examined when it is asked for."""
 
-    def __init__(self, location: str) -> None:
-        """Raises FileNotFoundError or NotADirectoryError."""
+    def __init__(self, location: str, has_sizes: bool = False) -> None:
+        """``has_sizes``: a step with a file that is missing or cut off is not complete.
+
+        Raises FileNotFoundError or NotADirectoryError.
+        """
         self.storage = root_at(location)
+        self._has_sizes = has_sizes
         # Trackers first: the step that one names may be removed as soon as there is a newer one.
         self.trackers = list(_read_trackers(self.storage))
         self.entries = frozenset(self.storage.list())
@@ -276,7 +297,7 @@ class RunDirectory:
                 inner = self._examine_inner(name, style, number, storage.list())
             if inner:
                 return inner
-        return [_with_sizes(step, storage)]
+        return [_with_sizes(step, storage, self._has_sizes)]
 
     def _examine_inner(
         self, name: str, style: str, number: int, entries: Sequence[str]
@@ -291,8 +312,23 @@ class RunDirectory:
                 path = f"{self.storage.location}/{inner}"
                 step, storage = _examine(path, Step(inner, style, number, True, ""))
                 if step.complete:
-                    found.append(_with_sizes(step, storage))
+                    found.append(_with_sizes(step, storage, self._has_sizes))
         return found
+
+
+def read_metrics(root: Storage) -> dict[int, float]:
+    """The metrics of a run's steps; NaN is none. Raises StorageError if the file cannot be read."""
+    if root.size(METRICS) is None:
+        return {}
+    try:
+        found = json.loads(root.get(METRICS, _MAX_METRICS_BYTES))
+        metrics = {int(step): float(metric) for step, metric in found.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        path = f"{root.location}/{METRICS}"
+        raise StorageError(
+            f"{path} holds no metrics of steps: {error}; move it away"
+        ) from error
+    return {step: m for step, m in metrics.items() if not math.isnan(m)}
 
 
 def naming_of(style: str) -> Naming:
@@ -336,7 +372,7 @@ def _kind_of(root: Storage, name: str) -> int:
 def _examine_itself(location: str) -> Step | None:
     step, storage = _examine(location, Step(".", "", None, True, ""))
     if step.complete:
-        return _with_sizes(step, storage)
+        return _with_sizes(step, storage, compares=True)
     return None
 
 
@@ -383,10 +419,11 @@ def _examine_incomplete(
     return replace(step, complete=is_complete, reason=reason), storage
 
 
-def _with_sizes(step: Step, storage: Storage | None) -> Step:
+def _with_sizes(step: Step, storage: Storage | None, compares: bool) -> Step:
     """The step with the bytes, number and newest time of its files.
 
     The index of a complete step has these values: zarr has two files or more for each tensor.
+    ``compares`` asks the storage for the sizes as well.
     """
     files: list[tuple[int, float]] = []
     try:
@@ -398,7 +435,11 @@ def _with_sizes(step: Step, storage: Storage | None) -> Step:
                 total += sum(size for size, _ in small.values())
                 count = len(manifest.files) + len(small) + 1
                 saved = storage.modified(INDEX) or 0.0
-                return replace(step, bytes=total, files=count, saved=saved)
+                step = replace(step, bytes=total, files=count, saved=saved)
+                short = compares and shortfalls(storage, manifest)
+                if short:
+                    step = replace(step, complete=False, reason=str(short[0]))
+                return step
         if isinstance(storage, BucketStorage):
             files = list(storage.objects().values())
         elif isinstance(storage, LocalStorage):

@@ -41,7 +41,7 @@ from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.tier import LocalTier
-from megackpt.manager.restorer import Found, Restorer, find_latest
+from megackpt.manager.restorer import Found, Restorer, find_best, find_latest
 from megackpt.manager.retention import Retention
 from megackpt.manager.stateful import (
     Savable,
@@ -311,6 +311,14 @@ class CheckpointManager(SaveDecisions):
 
         return self._restorer.on_coordinator(find)[0]
 
+    def best_step(self) -> int | None:
+        """The undamaged step with the best ``metric`` given to ``save``; collective.
+
+        ``best`` of the manager says which metric that is; of equal ones the newest step counts.
+        Files are checked as by ``latest``. None if no complete step has a metric.
+        """
+        return self._restorer.on_coordinator(partial(find_best, self._retention))
+
     def prune(self, newest: int) -> None:
         """Remove older steps, as after a save of ``newest``. On rank 0; failures are logged."""
         self._retention.start(newest, self._timeout)
@@ -319,7 +327,7 @@ class CheckpointManager(SaveDecisions):
     def restore(
         self,
         sharded_state_dict: ShardedStateDict | None = None,
-        step: int | None = None,
+        step: int | Literal["latest", "best"] | None = None,
         *,
         validate_access_integrity: bool = True,
         strict: Strictness = StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -347,7 +355,7 @@ class CheckpointManager(SaveDecisions):
         is loaded. After an error the tensors may hold anything.
 
         Args:
-            step: None for the newest.
+            step: a number, "latest" (or None) for the newest step, "best" for ``best_step()``.
             finite: choose the newest step without noted NaN or infinite values, like ``latest``.
                 The option has no effect with ``step``.
             sharded_state_dict, strict and further options: see ``megackpt.load``.
@@ -356,7 +364,7 @@ class CheckpointManager(SaveDecisions):
             None if the run has no complete checkpoint yet.
 
         Raises:
-            NotACheckpoint: ``step`` does not exist.
+            NotACheckpoint: ``step`` does not exist, or is "best" and no step has a metric.
             CorruptCheckpoint: ``step`` is damaged, or without ``step`` all are, or ``root`` is a
                 checkpoint itself.
             StorageError: ``root`` is not a directory.
@@ -376,6 +384,19 @@ class CheckpointManager(SaveDecisions):
             self._queue.maybe_finalize_async_calls(blocking=True)
         finally:
             self._removes = True
+        if step == "best":
+            step = self.best_step()
+            if step is None:
+                raise NotACheckpoint(
+                    f"no complete step in {self.root} has a metric: give one to save(step, "
+                    "..., metric=loss)"
+                )
+        if isinstance(step, str):
+            if step != "latest":
+                raise ValueError(
+                    f"step is a number, 'latest', 'best' or None, not {step!r}"
+                )
+            step = None
         stateful = StatefulObjects(objects, self._process_group)
         declared = stateful.declare_to_load(sharded_state_dict, key_map)
         found = self._restorer.restore(declared, step, options, finite)

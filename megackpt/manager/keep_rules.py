@@ -9,13 +9,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from megackpt.backends import Backend
-from megackpt.errors import StorageError
+from megackpt.checkpoint.run_directory import METRICS, read_metrics
 from megackpt.storage import Advance, Storage
 from megackpt.strategies import Strategy, StrategyLike
-
-METRICS = "megackpt_metrics.json"
-"""Step -> metric, of the complete steps."""
-_MAX_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -73,21 +69,6 @@ class KeepRules:
         """The steps, the best first; of equal ones the newest first."""
         sign = -1 if self.best == "highest" else 1
         return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
-
-
-def read_metrics(root: Storage) -> dict[int, float]:
-    """The metrics of a run's steps; NaN is none. Raises StorageError if the file cannot be read."""
-    if root.size(METRICS) is None:
-        return {}
-    try:
-        found = json.loads(root.get(METRICS, _MAX_BYTES))
-        metrics = {int(step): float(metric) for step, metric in found.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        path = f"{root.location}/{METRICS}"
-        raise StorageError(
-            f"{path} holds no metrics of steps: {error}; move it away"
-        ) from error
-    return {step: m for step, m in metrics.items() if not math.isnan(m)}
 
 
 def write_metric(

@@ -298,6 +298,19 @@ def find_latest(
     return _search(retention, damage, advance, own, finite)
 
 
+def find_best(retention: Retention, _: Advance) -> int | None:
+    """The undamaged step with the best metric."""
+    try:
+        ranked = retention.best_first()
+    except FileNotFoundError:
+        return None  # a new run
+    for number in ranked:
+        for step in newest_first(retention, number, number):
+            if step.complete and not find_damage(retention.path(step.name)):
+                return number
+    return None
+
+
 def _search(
     retention: Retention,
     damage: Callable[[Step], str | None],

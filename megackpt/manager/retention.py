@@ -24,7 +24,13 @@ from megackpt.checkpoint import (
     verify,
 )
 from megackpt.checkpoint.opening import shortfalls
-from megackpt.checkpoint.run_directory import Naming, RunDirectory, Step, parse_name
+from megackpt.checkpoint.run_directory import (
+    Naming,
+    RunDirectory,
+    Step,
+    parse_name,
+    read_metrics,
+)
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
@@ -33,8 +39,16 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from megackpt.manager.keep_rules import KeepRules, read_metrics, write_metric
-from megackpt.storage import TEMPORARY, Advance, Call, Executor, LocalStorage, Storage
+from megackpt.manager.keep_rules import KeepRules, write_metric
+from megackpt.storage import (
+    TEMPORARY,
+    Advance,
+    Call,
+    Executor,
+    LocalStorage,
+    Storage,
+    root_at,
+)
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -208,6 +222,10 @@ class Retention:
             if self._remove(run, name):
                 removed.append(name)
         return removed
+
+    def best_first(self) -> list[int]:
+        """The steps with a metric, the best first."""
+        return self._rules.by_metric(read_metrics(root_at(self.root)))
 
     def note_metric(self, step: int, metric: float | None, advance: Advance) -> None:
         """Note the metric of a complete step, if steps stay by metric or it has one."""

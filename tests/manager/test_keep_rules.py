@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megackpt.backends.safetensors import Safetensors
-from megackpt.errors import StorageError
+from megackpt.checkpoint.run_directory import METRICS, read_metrics
+from megackpt.errors import NotACheckpoint, StorageError
 from megackpt.manager import CheckpointManager
-from megackpt.manager.keep_rules import METRICS, KeepRules, read_metrics
+from megackpt.manager.keep_rules import KeepRules
 from megackpt.storage import root_at
 from megackpt.strategies import Strategy
 from megackpt.testing import ThreadedGroup
@@ -167,3 +168,40 @@ def test_a_signal_lets_a_step_be_saved(tmp_path: Path) -> None:
         assert not manager.should_save(1)
         signal.raise_signal(signal.SIGUSR1)
         assert manager.should_save(2)
+
+
+@pytest.mark.parametrize(("best", "chosen"), [("lowest", 2), ("highest", 3)])
+def test_the_best_step_is_restored(tmp_path: Path, best: Any, chosen: int) -> None:
+    assert CheckpointManager(tmp_path / "new").best_step() is None
+    with CheckpointManager(tmp_path, best=best) as manager:
+        assert manager.best_step() is None
+        with pytest.raises(NotACheckpoint, match="has a metric: give one to save"):
+            manager.restore(state(0), "best")
+        for step, loss in {1: 3.0, 2: 1.0, 3: 7.0, 4: 2.0}.items():
+            manager.save(step, state(step), metric=loss)
+        assert manager.best_step() == chosen
+        assert restored(manager, "best") == chosen
+        assert restored(manager, "latest") == restored(manager, None) == 4
+        with pytest.raises(ValueError, match="'latest', 'best' or None, not 'newest'"):
+            manager.restore(state(0), "newest")
+        next((tmp_path / f"iter_{chosen:07d}").glob("*.distcp")).write_bytes(b"")
+        assert manager.best_step() == {2: 4, 3: 1}[chosen]
+
+
+def restored(manager: CheckpointManager, step: Any) -> int | None:
+    found = manager.restore(state(0), step)
+    return found and found.step
+
+
+def test_all_ranks_restore_the_best_step(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        for step, loss in {1: 1.0, 2: 2.0}.items():
+            manager.save(step, {"step": step}, metric=loss)
+
+    def run(group: ThreadedGroup) -> int:
+        with CheckpointManager(tmp_path, process_group=group) as manager:
+            found = manager.restore({"step": 0}, "best")
+            assert found is not None
+            return found.step
+
+    assert ThreadedGroup.run(2, run) == [1, 1]
