@@ -179,7 +179,8 @@ def test_goldens(
     assert entries
     assert asked("show", GOLDEN / golden, "--common")["common"]
     assert asked("diff", GOLDEN / golden, GOLDEN / golden)["same"]
-    plain("verify", GOLDEN / golden)
+    is_unchecked = "zarr" in golden  # Megatron's arrays have no checksums
+    plain("verify", GOLDEN / golden, status=7 if is_unchecked else 0)
 
 
 @pytest.mark.parametrize("to", ["zarr", "safetensors", "torch"])
