@@ -74,7 +74,7 @@ def test_help_explains_every_status(capsys: pytest.CaptureFixture[str]) -> None:
             main([*arguments, "--help"])
         assert left.value.code == 0
         told = re.findall(r"^  (\d+) +\S", capsys.readouterr().out, re.MULTILINE)
-        assert told == ["0", "1", "2", "3", "4", "5", "6", "130"]
+        assert told == ["0", "1", "2", "3", "4", "5", "6", "7", "130"]
 
 
 def test_a_reader_that_goes_away(checkpoint: Path) -> None:

@@ -147,10 +147,10 @@ def load(parts: Sequence[Declarations], gathered: Int64, opened: int) -> Wire:
 def opened_size(manifest: Manifest, blocks: int) -> int:
     """What rank 0 sends to all. The manifest has no digests; ``blocks``: how many there are."""
     chunks = replace(manifest.chunks, digests=_digests(blocks))
-    size = _size((DIRECTORY, replace(manifest, chunks=chunks)))
+    size = _size((DIRECTORY, DIRECTORY, replace(manifest, chunks=chunks)))
     if size <= COMPRESSED_BYTES:
         return size
-    plain = pack((DIRECTORY, manifest))
+    plain = pack((DIRECTORY, DIRECTORY, manifest))
     return len(compress(plain)) + blocks * DIGEST_SIZE  # digests do not shrink
 
 
