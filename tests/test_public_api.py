@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -146,6 +147,45 @@ def test_megatron_exports_what_we_think() -> None:
         if isinstance(n, ast.ImportFrom)
     ]
     assert {alias.name for node in imports for alias in node.names} == MEGATRON
+
+
+SAVES_AND_LOADS = """
+import sys
+import megackpt
+import torch
+import torch.distributed.checkpoint as dcp
+
+model = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+checkpoints = megackpt.CheckpointManager("run")
+checkpoints.save(1, model=model)
+assert checkpoints.restore(model=model).step == 1
+weight = megackpt.ShardedTensor.from_rank_offsets("weight", model.weight.detach())
+megackpt.save({"weight": weight}, "declared", "torch_dist")
+megackpt.load({"weight": weight}, "declared")
+megackpt.verify("declared")
+with megackpt.dcp.install():
+    dcp.save({"bias": model.bias}, checkpoint_id="dcp")
+    dcp.load({"bias": model.bias}, checkpoint_id="dcp")
+"""
+
+
+def test_torch_dist_imports_nothing_that_only_other_formats_need(
+    tmp_path: Path,
+) -> None:
+    """tensorstore and numcodecs are half of an install; zarr alone imports hundreds of modules."""
+    others = """
+from importlib.util import find_spec
+for name in ("zarr", "tensorstore", "numcodecs", "google_crc32c", "ml_dtypes"):
+    assert find_spec(name), f"{name} is not installed: this test proves nothing"
+    assert name not in sys.modules, name
+"""
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SAVES_AND_LOADS + others],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=True,
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize(

@@ -326,3 +326,46 @@ def test_the_rule_on_torch_distributed_lets_pass_what_is_allowed(
     file: str, code: str
 ) -> None:
     assert all(may_name(file, what) for _, what in mentioned(ast.parse(code)))
+
+
+ADVISES_AN_INDEX = re.compile(r"pip\s+install\s+(?:-\S+\s+)*['\"]?megackpt(?!-)")
+"""``megackpt-*.whl`` is a file that the reader has built."""
+
+
+def test_no_message_and_no_page_asks_an_index_for_megackpt() -> None:
+    """No index has a release: advise the package that is missing, by its own name."""
+    texts = [
+        *(
+            path
+            for folder in (PACKAGE, ROOT / "tools")
+            for path in folder.rglob("*.py")
+        ),
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+    # What a release changes.
+    texts.remove(ROOT / "docs" / "releasing.md")
+    wrong = {
+        path.relative_to(ROOT).as_posix()
+        for path in texts
+        if ADVISES_AN_INDEX.search(path.read_text(encoding="utf-8"))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install 'megackpt[objectstore]'",
+        "pip install\n'megackpt[docs]'",
+        "pip install --upgrade megackpt",
+        "`pip install megackpt`",
+    ],
+)
+def test_the_rule_on_advice_sees_every_way_to_ask_an_index(text: str) -> None:
+    assert ADVISES_AN_INDEX.search(text)
+
+
+def test_the_rule_on_advice_lets_files_and_other_packages_pass() -> None:
+    text = "pip install obstore; pip install megackpt-*.whl; pip install ."
+    assert not ADVISES_AN_INDEX.search(text)

@@ -146,7 +146,7 @@ def load_obstore() -> ModuleType:
         import obstore.store
     except ImportError as error:
         raise BackendError(
-            "checkpoints in buckets need the package obstore: pip install 'megackpt[objectstore]'"
+            "checkpoints in buckets need the package obstore: pip install obstore"
         ) from error
     return obstore
 

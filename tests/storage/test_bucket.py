@@ -506,7 +506,7 @@ except BackendError as error:
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    assert "pip install 'megackpt[objectstore]'" in done.stdout
+    assert "pip install obstore" in done.stdout
 
 
 def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:

@@ -59,7 +59,7 @@ def pyplot_for(file: Path) -> Any:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
         raise CheckpointingException(
-            "drawing needs matplotlib: pip install 'megackpt[docs]', or pip install matplotlib"
+            "drawing needs matplotlib: pip install matplotlib"
         ) from error
     if (
         not os.path.isdir(file.parent)
