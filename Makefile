@@ -19,7 +19,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 # Tests start some hundred interpreters: without bytecode each of them compiles the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers azurite system clean
+.PHONY: help demo test check compat compat-core campaign faults bench lint types layers docs cover peers azurite system clean \
+    packages sbom audit workflows
 .NOTPARALLEL:
 
 help:
@@ -31,7 +32,8 @@ help:
 	@echo "make campaign    the same and other long tests in full: takes hours, and prints the figures of the docs"
 	@echo "make bench   speed beside the plain-I/O limit and the peers, and a chart of it"
 	@echo "make docs    the documentation, with the API reference, as a site: site/index.html"
-	@echo "also: lint, types, layers, cover, peers, clean"
+	@echo "make packages, sbom, audit    of a release: the files, what an install brings along, its known vulnerabilities"
+	@echo "also: lint, types, layers, workflows, cover, peers, clean"
 
 $(READY): setup.cfg pyproject.toml .constraints.txt
 	@echo "setting up .venv (the first time this downloads some hundred megabytes)"
@@ -133,6 +135,35 @@ cover: $(READY)
 	@$(BIN)/coverage run -m pytest -m '$(EXPRESSION)'
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
+
+.venv/.release: setup.cfg .constraints.txt | $(READY)
+	@$(BIN)/python -m pip install --quiet --constraint .constraints.txt --editable '.[release]'
+	@touch $@
+
+# The wheel and the source archive, in dist/. REPOSITORY: the address that the links of the README get.
+packages: $(READY)
+	@rm -rf dist
+	@$(BIN)/python tools/release.py $(REPOSITORY)
+
+# The wheel, and what pip brings along, in an environment without pip: what a user gets.
+INSTALLED := build/installed
+sbom: .venv/.release
+	@rm -rf $(INSTALLED) && $(PYTHON) -m venv --without-pip $(INSTALLED)
+	@$(BIN)/python -m pip --python $(INSTALLED)/bin/python install --quiet dist/megackpt-*.whl
+	@$(BIN)/cyclonedx-py environment --output-file build/megackpt.cdx.json $(INSTALLED)/bin/python
+
+# Asks a public database about each package of "make sbom", and fails if it does not know one. Before its first release it
+# does not know megackpt, and it never knows builds with a local version, such as torch's for the CPU.
+audit: .venv/.release
+	@$(BIN)/python -m pip --python $(INSTALLED)/bin/python freeze --exclude megackpt > build/installed.txt
+	@$(BIN)/pip-audit --strict --disable-pip --no-deps --requirement build/installed.txt
+
+# By the schemas of the host, which check-jsonschema brings along, and by a linter for weak permissions. Both work offline.
+workflows: .venv/.release
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/defect.yml .github/ISSUE_TEMPLATE/change.yml
+	@$(BIN)/zizmor --quiet --offline .github
 
 # Leaves .venv: remove it by hand to start from nothing.
 clean:

@@ -1,10 +1,11 @@
-"""Runs the tests that need pip alone on the oldest and the newest torch, and on every Python that is found.
+"""Runs the tests that need pip alone on the oldest, the newest and a nightly torch, and on every Python that is found.
 
 python tools/compat.py [--only NAME ...] [--where EXPRESSION] [PATH ...]
 
 Each pair of Python and torch has a virtual environment in .compat, with the versions of .constraints.txt but for
-torch's. Prints a table in Markdown, and fails if a test fails. Imports the standard library alone: it runs outside of
-the environments.
+torch's. The pair "nightly" runs if it is named, and takes the torch of an index of nightlies, which pip's own settings
+name (PIP_EXTRA_INDEX_URL). Prints a table in Markdown, and fails if a test fails. Imports the standard library alone:
+it runs outside of the environments.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from xml.etree import ElementTree as ET
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".compat"
 CONSTRAINTS = ROOT / ".constraints.txt"
+NIGHTLY = "nightly"
+ORDINARY = ("oldest", "newest", "debian", "python3.12", "python3.13", "python3.14")
+"""The pairs that run if none is named."""
 DEBIAN = "/usr/bin/python3.11"
 """Python 3.11.2 on Debian 12: a release that pickles members of enums as calls of getattr."""
 
@@ -54,7 +58,7 @@ def main() -> int:
         parser.error(f"no such pair: {', '.join(sorted(unknown))}; there are {names}")
     rows, failed = [], False
     for pair in known:
-        if options.only and pair.name not in options.only:
+        if pair.name not in (options.only or ORDINARY):
             continue
         if pair.python is None:
             rows.append(f"| {pair.name} | not found | | | | |")
@@ -87,8 +91,10 @@ def pairs() -> list[Pair]:
         Pair("debian", debian, own[0]),
         *(
             Pair(f"python{minor}", interpreter(minor), own[0])
-            for minor in ("3.12", "3.13")
+            for minor in ("3.12", "3.13", "3.14")
         ),
+        # A lower bound that is a pre-release lets pip take pre-releases, of torch alone.
+        Pair(NIGHTLY, sys.executable, f"torch>={floor[1]}.dev0"),
     ]
 
 
@@ -148,6 +154,12 @@ def installed(pair: Pair) -> str:
         f"{ROOT}[test]",
     ]
     subprocess.run([python, "-m", "pip", "install", "--quiet", *asked], check=True)
+    torch = answer(python, "import torch; print(torch.__version__)")
+    if pair.name == NIGHTLY and ".dev" not in torch:
+        raise SystemExit(
+            f"pip found no nightly of torch, and installed {torch}: name the index of nightlies "
+            "in PIP_EXTRA_INDEX_URL"
+        )
     return python
 
 
