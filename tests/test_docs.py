@@ -191,3 +191,13 @@ def test_the_reference_lists_every_public_name(page: str, package: ModuleType) -
         rf"^::: {re.escape(package.__name__)}\.(\w+)$", text, re.MULTILINE
     )
     assert sorted(listed) == sorted({*package.__all__} - {"__version__"})
+
+
+def test_the_changelog_sums_up_the_release_in_sixty_lines() -> None:
+    text = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    newest = text.split("\n## ")[1]
+    title, summary, *areas = newest.split("\n### ")
+    assert title.startswith(f"{megackpt.__version__} ")
+    assert summary.startswith("The release in short\n")
+    assert summary.count("\n") <= 60
+    assert areas
