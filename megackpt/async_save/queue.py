@@ -312,6 +312,9 @@ class AsyncCallsQueue:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        # No save of this queue follows a load.
+        POOL.is_expecting = False
+        POOL.free_guess()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

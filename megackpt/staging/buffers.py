@@ -55,6 +55,7 @@ class Buffer:
         self.pinned = False  # registered with CUDA
         self.pending: list[Event] = []  # copies of devices into the buffer
         self.leased_at = 0
+        self.is_guess = False  # made for the first lease, by the size of a load
         self.ready = threading.Lock()  # held by the thread that prepares the buffer
         if fd is not None:
             finalize(self, os.close, fd).atexit = False
@@ -158,20 +159,26 @@ class BufferPool:
         self._leased: set[Buffer] = set()
         self._returned: deque[Buffer] = deque()
         self.leases = 0
-        # Bytes of the first lease, from a load, and whether a queue waits for this number.
+        # Bytes of the first lease, from a load; whether a queue waits for it; whether a thread
+        # prepares it.
         self.expected = 0
         self.is_expecting = False
+        self.is_guessing = False
 
     @property
-    def has_prepared(self) -> bool:
-        """Whether prepared buffers wait for the first lease."""
-        return not self.leases and bool(self._free)
+    def has_guess(self) -> bool:
+        """Whether a guess waits for the first lease, and a queue for the guess."""
+        if self.leases or not self.is_expecting:
+            return False
+        return any(buffer.is_guess for buffer in self._free)
 
-    def free_prepared(self) -> None:
-        """Free the prepared buffers, unless there was a lease."""
+    def free_guess(self) -> None:
+        """Free the guess, unless it is leased."""
         with self._lock:
-            if not self.leases:
-                self._free.clear()
+            self._drop_guess()
+
+    def _drop_guess(self) -> None:
+        self._free = [buffer for buffer in self._free if not buffer.is_guess]
 
     def lease(self, size: int, cap: int) -> Buffer | None:
         """A buffer of at least ``size`` bytes; None where all leased ones would exceed ``cap``
@@ -192,17 +199,23 @@ class BufferPool:
                 with buffer.ready:
                     self._free.remove(buffer)
             else:
-                if not self.leases:
-                    self._free.clear()  # prepared, and of a wrong size
+                self._drop_guess()  # its size is wrong
                 buffer = _allocate(size, available)
                 buffer.populate()
             self.leases += 1
+            buffer.is_guess = False
             buffer.leased_at = self.leases
             self._leased.add(buffer)
             self._free_unused(cap)
             return buffer
 
-    def prepare(self, size: int, cap: int, pin: Callable[[Buffer], object]) -> bool:
+    def prepare(
+        self,
+        size: int,
+        cap: int,
+        pin: Callable[[Buffer], object],
+        is_guess: bool = False,
+    ) -> bool:
         """Make a buffer for a later lease of about ``size`` bytes, and ``pin`` it.
 
         A lease of the buffer waits for this. False where all buffers would exceed ``cap`` bytes.
@@ -215,6 +228,7 @@ class BufferPool:
             return False
         # More than asked for: the objects of a state, and the balance between ranks.
         buffer = _allocate(size + size // 16, cap - held)
+        buffer.is_guess = is_guess
         with buffer.ready:
             with self._lock:
                 buffer.leased_at = self.leases

@@ -101,11 +101,11 @@ def prepare(nbytes: int | None = None) -> None:
     is_guess = nbytes is None
     if nbytes is None:
         nbytes = POOL.expected
-        if not (nbytes and POOL.is_expecting) or POOL.leases:
+        if not (nbytes and POOL.is_expecting) or POOL.leases or POOL.is_guessing:
             return
-        POOL.is_expecting = False
         if available_memory() < _SPARE * nbytes:
             return
+        POOL.is_guessing = True
     thread = threading.Thread(
         target=_prepare, args=(nbytes, is_guess), name="megackpt-staging", daemon=True
     )
@@ -123,7 +123,7 @@ def _prepare(nbytes: int, is_guess: bool) -> None:
     # The first save fixes the default.
     cap = default_cap.__wrapped__() if is_guess else default_cap()
     try:
-        if not POOL.prepare(nbytes, cap, pin) and not is_guess:
+        if not POOL.prepare(nbytes, cap, pin, is_guess) and not is_guess:
             logger.warning(
                 "staging memory is not prepared: staging_bytes of %s does not fit beside copies of "
                 "other saves (limit %s bytes)",
@@ -133,13 +133,14 @@ def _prepare(nbytes: int, is_guess: bool) -> None:
     except (CheckpointingException, OSError) as error:
         logger.warning("staging memory is not prepared: %s", error)
     if is_guess:
-        while POOL.has_prepared and available_memory() >= nbytes:
+        while POOL.has_guess and available_memory() >= nbytes:
             time.sleep(_LOOKS_EVERY)
-        POOL.free_prepared()
+        POOL.free_guess()
+        POOL.is_guessing = False
 
 
 def _log_no_room(rank: int, size: int, cap: int) -> None:
-    POOL.free_prepared()  # no copy of this size takes it
+    POOL.free_guess()  # no copy of this size takes it
     logger.log(
         logging.WARNING if rank == 0 else logging.DEBUG,
         "this asynchronous save is written before save() returns: its copy of %s bytes does "

@@ -368,7 +368,7 @@ def mebibyte(key: str = "a", replica: int = 0) -> ShardedTensor:
 
 def prepared_by(pool: BufferPool) -> Buffer:
     """The buffer that a thread is preparing or has prepared."""
-    while not pool.has_prepared:
+    while not pool.has_guess:
         assert "megackpt-staging" in [each.name for each in threading.enumerate()]
     return pool._free[0]
 
@@ -382,7 +382,7 @@ def test_a_load_tells_the_size_of_the_first_asynchronous_save(
     AsyncCallsQueue(staging_bytes=0)
     for step in order.split(", "):
         join_preparing()
-        assert not pool.has_prepared
+        assert not pool.has_guess
         if step == "queue":
             AsyncCallsQueue()
         else:
@@ -421,8 +421,32 @@ def test_an_asynchronous_manager_expects_a_save(
     asynchronous: bool, tmp_path: Path, pool: BufferPool
 ) -> None:
     local = megackpt.LocalTier(tmp_path / "local", every=1)
-    CheckpointManager(tmp_path / "run", asynchronous=asynchronous, local=local).close()
-    assert pool.is_expecting == asynchronous
+    root = tmp_path / "run"
+    with CheckpointManager(root, asynchronous=asynchronous, local=local):
+        assert pool.is_expecting == asynchronous
+    assert not pool.is_expecting
+
+
+def test_the_guess_of_a_closed_queue_is_freed(pool: BufferPool) -> None:
+    pool.expected = MIB
+    closed = AsyncCallsQueue()
+    prepared_by(pool)
+    closed.close()
+    join_preparing()
+    assert not held(pool)
+
+
+def test_memory_that_was_asked_for_stays(tmp_path: Path, pool: BufferPool) -> None:
+    """A small first save, and a guess that is given up, leave it to later saves."""
+    asked = AsyncCallsQueue(staging_bytes=64 * MIB)
+    join_preparing()
+    pool.expected = MIB
+    AsyncCallsQueue().close()
+    join_preparing()
+    request = megackpt.save({"a": mebibyte()}, tmp_path, async_sharded_save=True)
+    asked.schedule_async_request(request)
+    asked.close()
+    assert max(buffer.size for buffer in pool._free) >= 64 * MIB
 
 
 def test_a_guess_leaves_memory_to_others(
@@ -458,10 +482,10 @@ def test_a_guess_survives_a_system_without_threads(
     assert "is not prepared: can't start new thread" in caplog.text
 
 
-def test_a_save_that_exceeds_its_cap_frees_prepared_memory(
+def test_a_save_that_exceeds_its_cap_frees_the_guess(
     tmp_path: Path, pool: BufferPool
 ) -> None:
-    assert pool.prepare(2 * MIB, 8 * MIB, lambda _: None)
+    assert pool.prepare(2 * MIB, 8 * MIB, lambda _: None, is_guess=True)
     strategy = megackpt.Strategy("torch_dist", staging_memory=MIB)
     state = {"a": mebibyte(), "b": mebibyte("b")}
     request = megackpt.save(state, tmp_path, strategy, async_sharded_save=True)

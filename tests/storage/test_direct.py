@@ -295,6 +295,7 @@ def test_synchronous_saves_are_direct_where_that_was_faster(
             place = str(tmp_path / "new")
             with files.direct_where_faster(place, "torch_dist", 10**9) as direct:
                 clock[0] += 1 if direct == direct_is_faster else 2
+                files.DirectWriter.direct_files += direct
                 ways.append(direct)
     assert ways == [False, True] * 3 + [direct_is_faster] * 2
     (record,) = caplog.records
@@ -306,8 +307,9 @@ def test_one_slow_direct_save_decides_for_the_page_cache(tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
     for seconds in (5, 1, 5, 6, 5, 1):
-        with files.direct_where_faster(str(tmp_path), "torch_dist", 1):
+        with files.direct_where_faster(str(tmp_path), "torch_dist", 1) as direct:
             clock[0] += seconds
+            files.DirectWriter.direct_files += direct
     with files.direct_where_faster(str(tmp_path), "torch_dist", 1) as direct:
         assert not direct
 
@@ -343,6 +345,18 @@ def test_the_second_large_synchronous_save_is_direct(tmp_path, monkeypatch, writ
         megackpt.verify(tmp_path / name)
     for path in (tmp_path / "first").glob("*.distcp"):
         assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
+
+
+def test_a_format_without_direct_files_is_not_decided(tmp_path, caplog):
+    """Files of zarr announce no size, so they are buffered."""
+    shards = state()
+    with caplog.at_level(logging.DEBUG, "megackpt.storage"):
+        for number in range(8):
+            megackpt.save(shards, tmp_path / str(number), "zarr")
+    ((buffered, direct),) = files._speeds.values()
+    assert len(buffered) == 1
+    assert not direct
+    assert "from now on" not in caplog.text
 
 
 def test_a_small_synchronous_save_is_not_timed(tmp_path, monkeypatch):
