@@ -54,6 +54,21 @@ def test_the_matrix_has_pairs_of_the_compatibility_tool() -> None:
     assert pairs - {compat.NIGHTLY} == set(compat.ORDINARY)
 
 
+def test_a_nightly_pair_ends_where_pip_found_a_release_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is named "nightly" must not report on another torch."""
+    (nightly,) = (pair for pair in compat.pairs() if pair.name == compat.NIGHTLY)
+    (tmp_path / nightly.name).mkdir()
+    monkeypatch.setattr(compat, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(compat.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(compat, "answer", lambda *_: "2.15.0")
+    with pytest.raises(SystemExit, match="found no nightly of torch, and installed 2"):
+        compat.installed(nightly)
+    monkeypatch.setattr(compat, "answer", lambda *_: "2.16.0.dev20261129+cpu")
+    assert compat.installed(nightly).endswith("nightly/bin/python")
+
+
 @pytest.mark.parametrize("path", WORKFLOWS, ids=named)
 def test_a_workflow_runs_targets_of_the_makefile(path: Path) -> None:
     """So each step can be run at home, and says there what it says here."""
