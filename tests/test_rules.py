@@ -67,7 +67,11 @@ FILE_OPERATIONS = {
     # Trainers and tokenizers write their small files themselves, into a directory that they are given.
     "integrations/accelerate.py": {"tempfile.TemporaryDirectory", "write_bytes"},
     "integrations/pretrained_files.py": {"tempfile.TemporaryDirectory"},
-    "integrations/transformers.py": {"tempfile.TemporaryDirectory", "write_bytes"},
+    "integrations/transformers.py": {
+        "os.makedirs",
+        "tempfile.TemporaryDirectory",
+        "write_bytes",
+    },
     # The suite for backends damages files in the temporary directory of a test.
     "testing/conformance/harness.py": {"unlink", "write_bytes"},
     "testing/conformance/load_tests.py": {"write_bytes"},

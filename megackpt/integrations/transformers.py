@@ -96,6 +96,9 @@ class Trainer(transformers.Trainer):
     ) -> None:
         if self._folder is None:
             super().save_model(output_dir, _internal_call)
+        elif output_dir is not None:
+            # The Trainer puts its small files there.
+            os.makedirs(output_dir, exist_ok=True)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt import CheckpointManager
+from megackpt import CheckpointManager, load_plain_tensors
 from tests.conftest import Ranks
 from tests.integrations.programs import FSDP_ON_CPU, Program
 
@@ -59,6 +59,19 @@ def test_the_best_model_is_kept_and_loaded(ranks: Ranks, tmp_path: Path) -> None
 def test_a_clean_resume_logs_no_warning(ranks: Ranks, tmp_path: Path) -> None:
     program = Program("transformers.md", tmp_path, ranks, *PEERS)
     program.resumes_without_a_warning("num_train_epochs=3", "num_train_epochs=2")
+
+
+def test_the_model_alone_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    program = Program("transformers.md", tmp_path, ranks, *PEERS)
+    old = "        save_steps=2,\n"
+    assert old in program.source
+    program.source = program.source.replace(
+        old, f"{old}        save_only_model=True,\n"
+    )
+    assert max(program.run(2, "alone")) == 12
+    tensors = load_plain_tensors(tmp_path / "alone/run/transformers/checkpoint-12")
+    assert tensors
+    assert all(key.startswith("model.") for key in tensors)
 
 
 TOKENIZER = """
