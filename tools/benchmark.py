@@ -19,15 +19,15 @@ from pathlib import Path
 from benchmarks import beside
 from benchmarks.chart import draw
 from benchmarks.door_rows import compare as compare_doors
-from benchmarks.doors import DOORS, ENGINE
+from benchmarks.doors import DOORS
 from benchmarks.figures import Course, Desk
 from benchmarks.first_use import FirstUse
-from benchmarks.peers import missing
+from benchmarks.peers import TRAINERS, missing
 from benchmarks.races import Arena
 from benchmarks.ranks import BenchmarkFailed, Team
 from benchmarks.states import Spec
 from benchmarks.table import Report, machine
-from benchmarks.training import TRAINERS
+from benchmarks.training import TRAINERS as TRAINING
 
 TEAM = ("torch DCP", "Megatron", "Megatron FP")
 ALONE = ("safetensors", "tensorstore", "zarr-python", "torch_checkpointing", "orbax")
@@ -37,7 +37,7 @@ RACES, ALONE_RACES = (
 )
 LATER = ("P7", "P8")
 IN_THE_BACKGROUND = {
-    peer: [name for name in TRAINERS if name.startswith(f"{peer}, ")]
+    peer: [name for name in TRAINING if name.startswith(f"{peer}, ")]
     for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
@@ -104,8 +104,8 @@ def asked() -> argparse.Namespace:
     parser.add_argument(
         "--peers",
         nargs="*",
-        default=[*TEAM, *ALONE],
-        help="of " + ", ".join((*TEAM, *ALONE)),
+        default=[*TEAM, *ALONE, *TRAINERS],
+        help="of " + ", ".join((*TEAM, *ALONE, *TRAINERS)),
     )
     parser.add_argument(
         "--markdown", action="store_true", help="print the tables as Markdown"
@@ -126,7 +126,7 @@ def asked() -> argparse.Namespace:
     options = parser.parse_args()
     if options.drawn_from and not options.chart:
         parser.error("--drawn-from needs --chart")
-    unknown = set(options.peers).difference(TEAM, ALONE)
+    unknown = set(options.peers).difference(TEAM, ALONE, TRAINERS)
     if unknown:
         parser.error(f"no such peer: {', '.join(sorted(unknown))}")
     strange = set(filter(None, options.only.split(","))).difference(FIGURES)
@@ -170,7 +170,7 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
         first = FirstUse(root, section, options.formats, options.rounds)
         first.compare(Spec.large(options.gib * 2**30))
     if "P16" in only:
-        through_doors(options, root, report)
+        through_doors(options, root, report, peers)
     if "P18" in only:
         what = f"{options.gib:.2f} GiB, one process, not in the page cache, median of {options.rounds}"
         section = report.section(what, options.formats)
@@ -246,17 +246,19 @@ def training(
         course.training(Spec.large(options.gib * 2**30), [*ours, *theirs])
 
 
-def through_doors(options: argparse.Namespace, root: Path, report: Report) -> None:
+def through_doors(
+    options: argparse.Namespace, root: Path, report: Report, peers: list[str]
+) -> None:
     """The calls of other libraries, over megackpt's, of the same state of four ranks."""
-    size = options.gib * 2**30
-    doors = [name for name in DOORS if name != ENGINE]
     what = f"{options.gib:.2f} GiB of DTensors, four ranks TP2 x DP2, median of {options.rounds}"
+    doors = [*DOORS, *(name for name in peers if name in TRAINERS)]
     section = report.section(what, doors)
-    with Team("doors", 4, root) as team:
-        arena = Arena(root, dict.fromkeys(DOORS, team), options.rounds)
-        many = max(round(MANY * options.gib), 64)
-        compare_doors(arena, section, Spec.small(many), f"{many:,} small tensors")
-        compare_doors(arena, section, Spec.large(size), "large tensors")
+    many = max(round(MANY * options.gib), 64)
+    specs = {
+        f"{many:,} small tensors": Spec.small(many),
+        "large tensors": Spec.large(options.gib * 2**30),
+    }
+    compare_doors(root, section, specs, options.rounds)
 
 
 def alone(

@@ -17,6 +17,7 @@ from tests.torch_names import HAS_STAGERS
 ROOT = Path(__file__).resolve().parents[2]
 FORMATS = ["torch_dist", "zarr"]
 ALONE = ["safetensors", "tensorstore", "zarr-python"]
+TRAINERS = {"Lightning", "transformers", "accelerate", "torchtitan"}
 REUSE = ["torch DCP, thread, reuse"] if HAS_STAGERS else []
 STOCK = ["torch DCP, thread", *REUSE, "torch DCP, process"]
 
@@ -111,13 +112,14 @@ def test_a_rank_that_fails_ends_the_run_and_a_missing_peer_is_named(
     """A format that there is not; Megatron, in a tree that has no .peers."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "tools", tree / "tools")
-    names = ("--formats", "no_such_format", "--peers", "Megatron")
+    names = ("--formats", "no_such_format", "--peers", "Megatron", "Lightning")
     done = benchmark(tmp_path, "--only", "P1", *names, root=tree)
     assert done.returncode == 1
     assert (
         'Megatron takes no part: megatron-core is missing: "make peers" installs it'
         in done.stderr
     )
+    assert 'Lightning is missing: "make peers" installs it' in done.stderr
     assert "team ours: rank" in done.stderr
     assert "no_such_format" in done.stderr
     assert list(tmp_path.iterdir()) == [tree]
@@ -131,6 +133,26 @@ def test_megatron_takes_part(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (_, _, saves), (_, _, loads), *_ = figures(json.loads(told.read_text()))
     assert saves == loads == {"torch_dist", "Megatron FP", "limit"}
+
+
+@pytest.mark.lightning
+@pytest.mark.transformers
+@pytest.mark.accelerate
+@pytest.mark.torchdata
+@pytest.mark.torchtitan
+def test_trainers_take_part_as_doors(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    peers = ("--peers", *TRAINERS, "--json", str(told))
+    done = benchmark(tmp_path, "--only", "P16", *peers)
+    assert done.returncode == 0, done.stderr
+    found = figures(json.loads(told.read_text()))
+    assert len(found) == 2 * 2 * 3
+    for figure, what, who in found:
+        assert figure == "P16"
+        compared = {"dcp.async_save", "CheckpointManager, module", *TRAINERS}
+        if "called alike" not in what:
+            compared |= {"dcp.save, dcp.load", "CheckpointManager", "stock dcp"}
+        assert who == compared, what
 
 
 @pytest.mark.slow

@@ -24,20 +24,29 @@ PEERS = ROOT / ".peers"
 SHIMS = ROOT / "tests" / "interop"
 
 
+TRAINERS = {
+    "Lightning": ("lightning",),
+    "transformers": ("huggingface", "accelerate"),
+    "accelerate": ("accelerate", "huggingface", "torchdata"),
+    "torchtitan": ("torchtitan",),
+}
+"""Peers whose checkpoints are megackpt's (trainer_doors.py), and the folders of their packages."""
+_FOLDERS = {
+    **TRAINERS,
+    "Megatron": ("megatron",),
+    "Megatron FP": ("megatron",),
+    "orbax": ("orbax",),
+    "torch_checkpointing": ("torch_checkpointing",),
+}
+
+
 def missing(name: str) -> str | None:
     """Why this peer cannot take part, or None."""
-    if name in ("torch_checkpointing", "orbax"):
-        return (
-            None
-            if (PEERS / name).is_dir()
-            else f'{name} is missing: "make peers" installs it'
-        )
-    if name.startswith("Megatron"):
-        return (
-            None
-            if (PEERS / "megatron").is_dir()
-            else 'megatron-core is missing: "make peers" installs it'
-        )
+    if name in _FOLDERS:
+        if all((PEERS / folder).is_dir() for folder in _FOLDERS[name]):
+            return None
+        package = "megatron-core" if name.startswith("Megatron") else name
+        return f'{package} is missing: "make peers" installs it'
     module = {"torch DCP": "torch", "zarr-python": "zarr"}.get(name, name)
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import megackpt
 from benchmarks import scale
 from benchmarks.contestants import Contestant, Megackpt, Place, StockDcp
-from benchmarks.doors import DOORS
+from benchmarks.doors import DOORS, ENGINES
 from benchmarks.limit import Limit
 from benchmarks.peers import (
     Megatron,
@@ -38,6 +38,7 @@ from benchmarks.peers import (
     ZarrPython,
 )
 from benchmarks.states import Piece, Spec, pieces
+from benchmarks.trainer_doors import TRAINER_DOORS, TRAINER_ENGINES
 from benchmarks.training import Trained, Trainer, Training, memcpy, trainer
 from megackpt.async_save.worker_process import die_with_parent
 from megackpt.staging.buffers import POOL
@@ -81,8 +82,9 @@ def contestant(name: str, place: Place) -> Contestant:
             return TorchCheckpointing()
         case "orbax":
             return Orbax()
-    if name in DOORS:
-        return DOORS[name](place)
+    doors = {**ENGINES, **TRAINER_ENGINES, **DOORS, **TRAINER_DOORS}
+    if name in doors:
+        return doors[name](place)
     return Megackpt(name.removeprefix("megackpt "))
 
 
