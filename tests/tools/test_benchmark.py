@@ -81,7 +81,7 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         + ["P10"] * 2
         + ["P13"]
         + ["P15"] * 5
-        + ["P16"] * 8
+        + ["P16"] * 12
         + ["P18"]
     )
     for figure, what, who in found:
