@@ -24,7 +24,11 @@ PLACES = {
         "huggingface/dcp_storage",
         "integrations/",
     ),
-    "torch.distributed.tensor": ("adapters/dtensor", "torch_versions"),
+    "torch.distributed.tensor": (
+        "adapters/dtensor",
+        "dcp/installation",  # a method of torch's stager, which copies DTensors
+        "torch_versions",
+    ),
     "torch.distributed.new_group": ("manager/local/saves",),
     "torch.distributed.group": (
         "manager/local/saves",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copyreg
 import logging
 from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import wraps
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any
 
 from torch.distributed import checkpoint, is_available, is_initialized
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint._async_process_executor import (
 from torch.distributed.checkpoint._async_thread_executor import (
     _ThreadBasedAsyncCheckpointExecutor,
 )
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
 
 from megackpt.dcp import sessions
 from megackpt.dcp.storage_reader import FileSystemReader
@@ -61,26 +64,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 """Owner, name and former value of each replaced attribute."""
 
 
-class Installation:
-    """The result of ``install``. As a context manager, it undoes that call of ``install``."""
-
-    def __init__(self, first: bool) -> None:
-        self._first = first
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._first:
-            uninstall()
-
-
-def install() -> Installation:
+def install() -> ExitStack:
     """Make torch DCP use our FileSystemWriter and FileSystemReader, in the whole process.
 
     All of torch's modules that have torch's classes under these names then have megackpt's classes.
@@ -101,8 +85,9 @@ def install() -> Installation:
     Returns:
         A context manager that calls ``uninstall`` at the end, if this call has installed.
     """
-    first = not _replaced
-    if first:
+    undo = ExitStack()
+    if not _replaced:
+        undo.callback(uninstall)
         for module in _MODULES:
             for name, value in list(vars(module).items()):
                 if isinstance(value, type) and value in _CLASSES:
@@ -113,7 +98,8 @@ def install() -> Installation:
             copyreg.pickle(stock, _pickle_stock)
         for executor in _EXECUTORS:
             _replace(executor, "execute_save", _naming_writers(executor.execute_save))
-    return Installation(first)
+        _replace(StateDictStager, "_offload_tensor", _offload_tensor)
+    return undo
 
 
 def uninstall() -> None:
@@ -159,6 +145,22 @@ def _restore_stock(name: str, state: dict[str, Any]) -> Any:
             vars(made).update(state)
             return made
     raise AttributeError(f"no class of torch's is named {name!r} here")
+
+
+_stock_offload: Any = StateDictStager._offload_tensor
+
+
+def _offload_tensor(self: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
+    """In the place of the method of torch's stager: copy the local tensor of a DTensor alone.
+
+    torch also copies the mesh and the placements, one attribute at a time. They do not change.
+    """
+    if type(x) is not DTensor or vars(x):
+        return _stock_offload(self, x, memo, non_blocking)
+    copied = self.deepcopy_with_tensor_offload(
+        x._local_tensor, memo, non_blocking=non_blocking
+    )
+    return DTensor(copied, x._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _naming_writers(execute_save: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     CheckpointException,
@@ -20,12 +21,15 @@ from torch.distributed.checkpoint import (
     _storage_utils,
     filesystem,
 )
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import (
     AsyncCheckpointerType,
     _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import megackpt
 from megackpt.dcp import (
@@ -83,6 +87,35 @@ def test_installing_twice_is_installing_once() -> None:
     assert bound(dcp) == OURS
     uninstall()
     assert bound(dcp) == STOCK
+
+
+def test_the_stager_copies_the_local_tensor_of_a_dtensor_alone() -> None:
+    def stage(value: torch.Tensor) -> torch.Tensor:
+        staged: dict[str, torch.Tensor] = StateDictStager().stage({"w": value})
+        return staged["w"]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        memory = torch.arange(6.0)
+        # torch fails for a DTensor whose local tensor does not begin where its storage begins.
+        value = DTensor.from_local(memory[2:].view(2, 2), mesh, [Shard(0)])
+        other: Any = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        other.label = ["mine"]
+        with install():
+            copied: Any = stage(value)
+            with_attributes: Any = stage(other)
+        memory.zero_()
+        other.zero_()
+        assert type(copied) is DTensor
+        assert copied._spec is value._spec
+        assert copied.to_local().tolist() == [[2, 3], [4, 5]]
+        assert with_attributes.label == ["mine"]
+        assert with_attributes.label is not other.label
+        assert with_attributes.to_local().tolist() == [1, 1]
+        assert stage(other)._spec is not other._spec  # type: ignore[attr-defined]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_error_inside_uninstalls() -> None:
