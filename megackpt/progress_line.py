@@ -1,13 +1,16 @@
-"""Progress of operations on stderr: one line that is redrawn on a terminal, lines in a log."""
+"""Progress of operations on stderr: a line on a terminal, a bar in a notebook, lines in a log."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TextIO
 
 from megackpt import events, limits
 from megackpt.events import TOTAL, Event, Stage, format_size
@@ -33,11 +36,13 @@ def progress(force: bool = False) -> Iterator[None]:
     """Show on stderr each save, load and verification that runs in the block.
 
     A line shows the stage, and the bytes that are done and to do. In a distributed job only rank 0
-    prints, and shows the bytes of rank 0; all ranks may call this. If stderr is not a terminal, no
-    line is printed, or with ``force`` one line at the end of each operation.
+    prints, and shows the bytes of rank 0; all ranks may call this. A notebook shows a bar of tqdm,
+    if that is installed. If stderr is neither a terminal nor such a notebook, no line is printed,
+    or with ``force`` one line at the end of each operation.
     """
     stream: TextIO | None = sys.stderr
-    if not is_terminal(stream) and not (force and is_open(stream)):
+    shows = is_terminal(stream) or _has_bars(stream)
+    if not shows and not (force and is_open(stream)):
         yield
         return
     with show_progress(prints_end=True):
@@ -65,6 +70,11 @@ def show_progress(prints_end: bool = False) -> Iterator[None]:
         lines.stopped.set()
 
 
+def _has_bars(stream: object) -> bool:
+    is_notebook = type(stream).__module__ == "ipykernel.iostream"
+    return is_notebook and find_spec("tqdm") is not None
+
+
 class _Lines(events.Observer):
     """Prints the newest stage of rank 0 from a thread."""
 
@@ -74,7 +84,10 @@ class _Lines(events.Observer):
         self.stopped = threading.Event()
         self._stream = stream
         self._prints_end = prints_end
-        self._is_terminal = is_terminal(stream)
+        self._has_bars = prints_end and _has_bars(stream)
+        self._bar: Any = None
+        # A bar is redrawn as a line on a terminal is.
+        self._is_terminal = is_terminal(stream) or self._has_bars
         self._stage: Stage | None = None
         self._logged = ""
         # Reentrant: a garbage collection under the lock may end a save that was dropped.
@@ -92,6 +105,11 @@ class _Lines(events.Observer):
     def stage_ended(self, stage: Stage, event: Event) -> None:
         """Clear the line, or replace it by the result, when an operation has ended."""
         if stage.name != TOTAL or event.rank != 0:
+            return
+        if self._has_bars:
+            with self._lock:
+                self._show_bar(stage)
+                self._bar = None
             return
         text = ""
         if self._prints_end:
@@ -114,6 +132,9 @@ class _Lines(events.Observer):
                     stage = self._stage
                     if stage is None or stage.ended:
                         continue
+                    if self._has_bars:
+                        self._show_bar(stage)
+                        continue
                     text = f"{_name(stage)}: {stage.name}"
                     if stage.todo:
                         percent = 100 * stage.done // stage.todo
@@ -126,6 +147,21 @@ class _Lines(events.Observer):
                     elif stage.todo and stage.done and text != self._logged:
                         self._logged = text
                         self._write(f"{text}\n")
+
+    def _show_bar(self, stage: Stage) -> None:
+        if self._bar is None:
+            tqdm = import_module("tqdm.auto").tqdm
+            self._bar = tqdm(unit="B", unit_scale=True, unit_divisor=1024)
+        bar = self._bar
+        text = f"{_name(stage)}: {stage.ended or stage.name}"
+        bar.set_description_str(text, refresh=False)
+        bar.reset(stage.todo or stage.done or None)
+        # The reset takes the present as the start.
+        bar.start_t -= time.perf_counter() - stage.started_at
+        bar.n = stage.done
+        bar.refresh()
+        if stage.ended:
+            bar.close()
 
     def _write(self, text: str) -> None:
         if self._is_terminal:

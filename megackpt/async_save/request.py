@@ -87,6 +87,13 @@ class AsyncRequest(NamedTuple):
     is_frozen: bool = False
     call_idx: int = 0
 
+    def __repr__(self) -> str:
+        if not isinstance(self.async_fn, Pending):
+            return f"<AsyncRequest: {self.async_fn!r}>"
+        task = self.async_fn.task
+        state = self.async_fn.ended or "not finalized"
+        return f"<AsyncRequest {task.name}: {state}, {task.done} of {task.todo} bytes>"
+
     @property
     def task(self) -> Task[Any] | None:
         """The task of a save on this rank, with progress and outcome; None for other requests."""

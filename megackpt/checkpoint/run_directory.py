@@ -39,6 +39,7 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
+from megackpt.events import format_size
 from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
 
 logger = logging.getLogger("megackpt.manager")
@@ -122,6 +123,11 @@ class Step:
     metric: float | None = None
     """The ``metric`` given to the manager's ``save``."""
 
+    def __repr__(self) -> str:
+        state = self.reason or "complete"
+        metric = "" if self.metric is None else f", metric {self.metric:g}"
+        return f"<Step {self.name}: {state}, {format_size(self.bytes)}{metric}>"
+
 
 class Restored(NamedTuple):
     """A loaded step.
@@ -135,6 +141,13 @@ class Restored(NamedTuple):
     state: Any
     skipped: tuple[Step, ...]
     source: Literal["storage", "local"] = "storage"
+
+    def __repr__(self) -> str:
+        # Without the values of the state, which would fill the screen.
+        skipped = len(self.skipped)
+        return (
+            f"<Restored: step {self.step} from {self.source}, {skipped} newer skipped>"
+        )
 
 
 @dataclass(frozen=True)

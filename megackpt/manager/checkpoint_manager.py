@@ -294,6 +294,16 @@ class CheckpointManager(SaveDecisions):
         saving = self._in_flight
         return tuple(s for s in found if s.complete or s.step not in saving)
 
+    def __repr__(self) -> str:
+        running = self._queue.get_num_unfinalized_calls()
+        return f"<CheckpointManager of {self.root}: {running} saves in flight>"
+
+    def _repr_html_(self) -> str:
+        # A first save does not need this module.
+        from megackpt.manager.notebook import steps_table
+
+        return steps_table(repr(self), self.steps())
+
     def latest(
         self, *, verify: bool = False, own: bool = False, finite: bool = False
     ) -> Step | None:

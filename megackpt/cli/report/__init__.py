@@ -26,7 +26,7 @@ from megackpt.cli.output import to_json
 from megackpt.cli.report.map_data import declarations_data, manifest_data
 from megackpt.planning.manifest import Declarations, Manifest
 
-__all__ = ["comparison_map", "shard_map", "shard_map_of_declarations"]
+__all__ = ["Page", "comparison_map", "shard_map", "shard_map_of_declarations"]
 
 SCRIPTS = (
     "words",
@@ -46,7 +46,21 @@ SCRIPTS = (
 """The scripts in their order in the page; they share one scope."""
 
 
-def shard_map(stored: Manifest | Opened, title: str = "") -> str:
+class Page(str):
+    """A page of HTML, which notebooks show in a frame."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        # The sandbox keeps the page's script away from the notebook.
+        page = html.escape(self)
+        style = "width: 100%; height: 640px; border: 0"
+        return (
+            f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+        )
+
+
+def shard_map(stored: Manifest | Opened, title: str = "") -> Page:
     """The page about a checkpoint: which rank wrote each box, and which bytes of a file hold it.
 
     Holes and overlaps are shown, not raised.
@@ -68,7 +82,7 @@ def shard_map_of_declarations(
     declared: Declarations | Sequence[Declarations],
     title: str = "",
     balance: bool = True,
-) -> str:
+) -> Page:
     """The page about a save to come: which ranks hold each box, and which of them will write it.
 
     Holes, overlaps, boxes out of bounds and contradictions are shown, not raised.
@@ -84,7 +98,7 @@ def shard_map_of_declarations(
     return _make_page(title or "a declaration", data)
 
 
-def comparison_map(a: Opened, b: Opened, select: str, found: Mapping[str, Any]) -> str:
+def comparison_map(a: Opened, b: Opened, select: str, found: Mapping[str, Any]) -> Page:
     """The page about two checkpoints: which keys differ, and how each of them is cut.
 
     Args:
@@ -106,7 +120,7 @@ def comparison_map(a: Opened, b: Opened, select: str, found: Mapping[str, Any]) 
     return _make_page(" and ".join(titles), data)
 
 
-def _make_page(title: str, data: Mapping[str, Any]) -> str:
+def _make_page(title: str, data: Mapping[str, Any]) -> Page:
     """The page as text."""
     encoded = json.dumps({"title": title, **data}, separators=(",", ":")).encode()
     script = "\n" + "\n".join(_source(f"{name}.js") for name in SCRIPTS)
@@ -124,7 +138,8 @@ def _make_page(title: str, data: Mapping[str, Any]) -> str:
         "data": b64encode(gzip.compress(encoded, mtime=0)).decode(),
         "script": script,
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _source("page.html"))
+    page = _source("page.html")
+    return Page(re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page))
 
 
 @cache
