@@ -85,6 +85,10 @@ class TensorDifference:
     """Number of elements that differ. None: digests differ, and the tensor was not read."""
     max: float | None = math.nan
     """The largest absolute difference; NaN if a side of every differing element is NaN."""
+    distance: float | None = None
+    """The Euclidean norm of A - B; None if the tensor was not read."""
+    norm: float | None = None
+    """The Euclidean norm of B in the chunks that were read: those that differ."""
     noted_a: Noted | None = None
     noted_b: Noted | None = None
     first: list[Element] = field(default_factory=list)
@@ -309,6 +313,8 @@ def _compare_elements(
         rows = np.flatnonzero(halves[0::2] | halves[1::2])
     # Any bits may be stored: infinities, signalling NaNs, numbers that overflow.
     with np.errstate(all="ignore"):
+        whole = _values(b, dtypes[1])
+        found.norm = math.hypot(found.norm or 0, np.linalg.norm(whole))
         x, y = _values(a[rows], dtypes[0]), _values(b[rows], dtypes[1])
         if x.dtype == y.dtype and x.dtype.kind in "iu":
             # Modulo 2**64 the result is right even if the subtraction overflows.
@@ -328,6 +334,7 @@ def _compare_elements(
         if not len(rows):
             return
         largest = np.fmax.reduce(distance).item()
+        found.distance = math.hypot(found.distance or 0, np.linalg.norm(distance))
     found.elements = (found.elements or 0) + len(rows)
     if found.max is None or math.isnan(found.max) or largest > found.max:
         found.max = largest

@@ -265,6 +265,26 @@ def test_nans(tmp_path: Path) -> None:
     assert math.isnan(tensor.max)
 
 
+def test_norms_tell_how_far_a_tensor_has_moved(tmp_path: Path) -> None:
+    """The norm of B is of the chunks that differ."""
+    before = torch.ones(4, 2)
+    after = before.clone()
+    after[2] = torch.tensor([4.0, 5.0])
+    a = saved(tmp_path, "a", {"w": cut("w", before, 4), "v": cut("v", before, 1)})
+    b = saved(tmp_path, "b", {"w": cut("w", after, 4), "v": cut("v", after, 1)})
+    by_key = {found.key: found for found in found(a, b, read=True).tensors}
+    assert by_key["w"].distance == by_key["v"].distance == 5.0
+    assert by_key["w"].norm == pytest.approx(math.sqrt(16 + 25))
+    assert by_key["v"].norm == pytest.approx(math.sqrt(6 + 16 + 25))
+
+
+def test_a_tensor_that_was_not_read_has_no_norm(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a", {"w": cut("w", torch.ones(4), 2)})
+    b = saved(tmp_path, "b", {"w": cut("w", torch.zeros(4), 2)})
+    (tensor,) = found(a, b, read=False).tensors
+    assert (tensor.elements, tensor.distance, tensor.norm) == (None, None, None)
+
+
 def test_bits_decide_unless_a_tolerance_is_given(tmp_path: Path) -> None:
     a = saved(tmp_path, "a", {"w": cut("w", torch.tensor([0.0, 1.0]), 1)})
     b = saved(tmp_path, "b", {"w": cut("w", torch.tensor([-0.0, 1.01]), 1)})

@@ -222,12 +222,17 @@ def _regions(declared: Declarations, number: int) -> Iterator[tuple[Box, int]]:
 
 def overview_data(keys: Sequence[str], nbytes: Sequence[int]) -> dict[str, Any]:
     """The labels of the rows, and the numbers of the tensors of each."""
-    known = set(keys)
+    # The key of a weight, or this key without the name of its object -> the key.
+    weights = {}
+    for key in keys:
+        if "." in key and "optim" not in key:
+            weights[key.partition(".")[2]] = key
+    weights.update(zip(keys, keys, strict=True))
     parts = []
     for key in keys:
         own = tuple(key.split(".", 32))
         if "optim" in key:
-            own = _weight_of(own, known)
+            own = _weight_of(own, weights)
         parts.append(own)
     rows = _rows(parts, nbytes)
     names = sorted(rows, key=_natural)
@@ -235,12 +240,13 @@ def overview_data(keys: Sequence[str], nbytes: Sequence[int]) -> dict[str, Any]:
     return {"labels": labels, "tensors": [rows[name] for name in names], "ramp": RAMP}
 
 
-def _weight_of(parts: Parts, keys: set[str]) -> Parts:
+def _weight_of(parts: Parts, weights: dict[str, str]) -> Parts:
     """The key of the weight that is within the key of an optimizer's tensor; else that key."""
     for begin in range(1, len(parts)):
         for end in (len(parts), len(parts) - 1):
-            if ".".join(parts[begin:end]) in keys:
-                return parts[begin:end]
+            weight = weights.get(".".join(parts[begin:end]))
+            if weight is not None:
+                return tuple(weight.split(".", 32))
     return parts
 
 

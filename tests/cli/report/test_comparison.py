@@ -101,11 +101,13 @@ def test_the_verdict_and_the_keys_that_differ(look: Look, page_text: str) -> Non
     assert facts["another shape or dtype"] == "1"
     assert (facts["only in A"], facts["only in B"]) == ("1", "1")
     rows = dict(row.split("\n") for row in page.text(".differing .row"))
-    assert rows["layers.1.w"] == "50 of 1,000 elements (5.0 %), by up to 0.25"
+    assert rows["layers.1.w"] == (
+        "relative norm 0.000097, 50 of 1,000 elements (5.0 %), by up to 0.25"
+    )
     assert rows["layers.2.w"] == "float32 1000 in A, float64 1000 in B"
     assert rows["layers.3.w"] == "only in A"
     assert rows["rng"] == "1 part of the object"
-    assert page.text("main section h3").count("Who wrote what") == 2
+    assert page.text("main section h3").count("Bytes of each branch") == 2
     assert page.run("document.title") != "run"
     assert page.run("document.querySelectorAll('img').length") == 0
     assert not page.log

@@ -75,6 +75,14 @@ def test_a_layer_is_a_row_with_its_optimizer_state() -> None:
         assert all(f"{label}." in key for key in rows[label])
 
 
+def test_objects_of_a_manager_share_rows_by_the_names_of_weights() -> None:
+    keys = ["model.a.w", "optimizer.state.a.w.exp_avg", "optimizer.state.b.w.exp_avg"]
+    assert labels_and_keys(stored(*((key, 4, 0, 1) for key in keys))) == {
+        "model.a.w": ["model.a.w", "optimizer.state.a.w.exp_avg"],
+        "optimizer.state.b.w.exp_avg": ["optimizer.state.b.w.exp_avg"],
+    }
+
+
 def test_every_tensor_is_in_one_row_however_many_there_are() -> None:
     many = labels_and_keys(stored(*model(100)))
     assert len(many) <= MAX_ROWS
@@ -117,9 +125,79 @@ def test_a_checkpoint_without_ranks_is_shown_by_file(look: Look) -> None:
     rankless = replace(chunks, writer=chunks.writer * 0 - 1, file=chunks.tensor)
     manifest = replace(manifest, chunks=rankless, files=("model.safetensors",))
     page = look(shard_map(manifest))
-    assert page.text("main section h3")[0] == "Which file holds what"
-    assert page.run("document.querySelectorAll('.overview path').length") == 1
+    assert page.text("main section h3")[0] == "Bytes of each branch"
+    assert page.run("document.querySelectorAll('.overview .bar').length") == 1
     assert not page.log
+
+
+@pytest.mark.browser
+def test_two_files_without_ranks_are_columns(look: Look) -> None:
+    manifest = stored(("a", 400, 0, 1), ("b", 400, 0, 1))
+    chunks = manifest.chunks
+    rankless = replace(chunks, writer=chunks.writer * 0 - 1, file=chunks.tensor)
+    files = ("1.safetensors", "2.safetensors")
+    page = look(shard_map(replace(manifest, chunks=rankless, files=files)))
+    assert page.text("main section h3")[0] == "Which file holds what"
+    assert page.run("document.querySelectorAll('.overview path').length") == 2
+
+
+@pytest.mark.browser
+def test_one_rank_is_shown_by_branches_and_what_divides_them(look: Look) -> None:
+    """A column of one rank would be a wall."""
+    rows = [("model.layers.0.w", 4096, 0, 1), ("model.layers.1.w", 2048, 0, 1)]
+    rows += [(f"optimizer.state.layers.{i}.w.exp_avg", 1024, 0, 1) for i in (0, 1)]
+    page = look(shard_map(stored(*rows, dtypes={"model.layers.1.w": "bfloat16"})))
+    assert page.text("main section h3")[0] == "Bytes of each branch"
+    assert "A bar is its bytes." in page.text("main .note")[0]
+    # What divides the bytes more evenly: 71 % are weights, and 86 % are float32.
+    assert page.text(".colours [aria-pressed=true]") == ["weights, optimizer"]
+    assert page.text(".colours button") == ["dtype", "weights, optimizer"]
+    assert page.text(".legend li") == ["weights 71.4 %", "optimizer 28.6 %"]
+    bars = page.run(
+        "[...document.querySelectorAll('.overview .bar')]"
+        ".map(bar => [bar.getAttribute('fill'), bar.getBBox().width])"
+    )
+    whole = bars[0][1] + bars[1][1]
+    fills, widths = zip(*bars, strict=True)
+    assert fills == ("#4477aa", "#d9b04f") * 2
+    shares = [round(width / whole, 3) for width in widths]
+    assert shares == [0.8, 0.2, 0.2, 0.2]
+    page.click(".colours button", having="dtype")
+    assert page.text(".legend li") == ["float32 85.7 %", "bfloat16 14.3 %"]
+    assert not page.log
+
+
+@pytest.mark.browser
+def test_a_rank_has_one_colour_everywhere(look: Look) -> None:
+    page = look(shard_map(stored(*[(f"layers.{i}.w", 4096, 0, 16) for i in (0, 1)])))
+    columns = page.run(
+        "[...document.querySelectorAll('.overview path')]"
+        ".map(path => getComputedStyle(path).fill)"
+    )
+    assert len(set(columns)) == 16
+    page.run("location.hash = 'key=layers.0.w'")
+    page.settle()
+    squares = page.run(
+        "[...document.querySelectorAll('.pieces .swatch')]"
+        ".map(square => getComputedStyle(square).backgroundColor)"
+    )
+    assert squares
+    assert squares == columns[: len(squares)]
+
+
+@pytest.mark.browser
+def test_on_a_narrow_screen_the_picture_comes_first(look: Look) -> None:
+    page = look(shard_map(stored(*model(4))))
+    page.size(390, 844)
+    page.settle()
+    top = "document.querySelector('{}').getBoundingClientRect().top"
+    assert page.run(top.format(".overview")) < 600
+    assert page.run(f"{top.format('nav')} > {top.format('.sections')}")
+    assert page.run("document.documentElement.scrollWidth") == 390
+    # What is chosen in the tree is shown above it.
+    page.click("nav .row", having="embedding")
+    assert page.text("main h2") == ["embedding.weight"]
+    assert 0 <= page.run(top.format("main h2")) < 844
 
 
 @pytest.mark.browser
@@ -142,7 +220,6 @@ def test_colours_by_dtype_and_by_role(look: Look) -> None:
 def test_roles(look: Look) -> None:
     keys = ["w", "optimizer.w", "w.exp_avg", "master.optim_w", "optimal.w"]
     page = look(shard_map(stored(*((key, 1024, 0, 1) for key in keys))))
-    page.click(".colours button", having="optimizer")
     assert page.text(".legend li") == ["weights 40.0 %", "optimizer 60.0 %"]
 
 

@@ -42,7 +42,7 @@ function branchView(page, branch) {
           title: "Bytes per rank",
           bars: byRank,
           spread: true,
-          colour: (/** @type {number} */ rank) => colourOf(rank, contents.world, false),
+          colour: (/** @type {number} */ rank) => colourOf(rank, contents.world),
           hint,
           pick: (/** @type {Bar} */ bar) => page.onlyRank(bar.number),
         }),

@@ -94,9 +94,11 @@ function differencesOf(found) {
     }
     const [some, total] = [Number(values.elements), Number(values.total)];
     const much = values.max === "nan" ? "" : `, by up to ${values.max}`;
+    const far = Number(values.distance) / Number(values.norm);
+    const norm = Number.isFinite(far) ? `relative norm ${far.toPrecision(2)}, ` : "";
     const part = some < total / 1000 ? "< 0.1 %" : percent(some, total);
     const share = `${count(some)} of ${plural(total, "element")} (${part})`;
-    add(values.key, { state: "values", text: share + much, values });
+    add(values.key, { state: "values", text: norm + share + much, values });
   }
   for (const { key, changes } of found.objects) {
     const objects = [...(all.get(key)?.objects ?? []), ...changes];

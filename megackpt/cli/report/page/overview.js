@@ -3,7 +3,7 @@
 const PICTURE = document.getElementById("picture")?.namespaceURI ?? ""; // of the elements of SVG
 const KINDS = ["#4477aa", "#d9b04f", "#4aa291", "#a873a8", "#88b8dd", "#8a8a85"]; // the last: all others
 const MOST = 256; // columns: more ranks share them
-const [ROW_LEAST, ROW_USUAL, ALL_ROWS] = [15, 30, 420]; // pixels
+const [ROW_LEAST, ROW_USUAL, ALL_ROWS, LYING] = [15, 30, 420, 22]; // pixels
 
 /**
  * What colours stand for, and the bytes of each kind: rows x columns, per rank of a column.
@@ -25,7 +25,7 @@ class Overview {
     this.many = this.unit === "rank" ? contents.world : told.files.length;
     this.step = Math.max(1, Math.ceil(this.many / MOST));
     this.wide = Math.max(1, Math.ceil(this.many / this.step));
-    this.by = this.unit;
+    this.single = this.many === 1; // a column would be a wall
     this.total = new Float64Array(this.labels.length);
     contents.keys.forEach((_, t) => (this.total[contents.row[t]] += contents.tensorBytes[t]));
     const none = contents.keys.map(() => 0);
@@ -41,6 +41,11 @@ class Overview {
       dtype: this.sum(names, told.tensors.dtype.map((/** @type {number} */ d) => place.get(d))),
       "weights, optimizer": this.sum(ROLES, contents.keys.map((_, t) => contents.role(t))),
     };
+    // What divides the bytes most evenly tells most.
+    const largest = (/** @type {string} */ way) =>
+      Math.max(...this.kinds[way].values.map((kind) => kind.reduce((sum, n) => sum + n, 0)));
+    this.by = this.unit;
+    if (this.single) this.by = Object.keys(this.kinds).reduce((a, b) => (largest(b) < largest(a) ? b : a));
     this.picture = /** @type {SVGSVGElement} */ (shape("svg", { role: "img", class: "overview" }));
     this.legend = make("ul", { class: "legend", "aria-label": "Colours" });
     this.tip = make("div", { class: "tip", hidden: true });
@@ -53,7 +58,7 @@ class Overview {
   }
 
   section() {
-    const ways = Object.keys(this.kinds).filter((way) => way === this.unit || this.kinds[way].names.length > 1);
+    const ways = Object.keys(this.kinds).filter((way) => (way === this.unit ? !this.single : this.kinds[way].names.length > 1));
     const buttons = ways.map((way) => {
       const click = () => {
         this.by = way;
@@ -65,12 +70,13 @@ class Overview {
     const choice = make("div", { class: "choice", role: "group", "aria-label": "Colours" }, ...buttons);
     const { declared } = this.page.contents;
     const written = declared ? "Who holds what, and who writes it" : "Who wrote what";
-    const title = make("h3", {}, this.unit === "file" ? "Which file holds what" : written);
+    const several = this.unit === "file" ? "Which file holds what" : written;
+    const title = make("h3", {}, this.single ? "Bytes of each branch" : several);
     const column = this.step > 1 ? `${this.step} ${this.unit}s` : `a ${this.unit}`;
     const bar = declared ? "written (coloured) and held (grey)" : this.unit === "file" ? "in it" : "that it wrote";
-    const text =
-      "Each row is a layer or branch with its optimizer state: the taller, the more bytes. " +
-      `Each column is ${column}. A bar is the bytes ${bar}, in proportion to the largest in the row.`;
+    const row = "Each row is a layer or branch with its optimizer state";
+    const many = `: the taller, the more bytes. Each column is ${column}. A bar is the bytes ${bar}, in proportion to the largest in the row.`;
+    const text = row + (this.single ? ". A bar is its bytes." : many);
     const colours = ways.length > 1 && make("div", { class: "colours" }, "colours by ", choice);
     const head = make("header", {}, title, colours);
     const body = [!this.brief && make("p", { class: "note" }, text), this.stage, this.legend];
@@ -106,10 +112,12 @@ class Overview {
     const longest = this.labels.reduce((n, label) => Math.max(n, label.length), 5);
     const left = Math.min(width < 620 ? 120 : 260, Math.ceil(6.7 * longest) + 14);
     const rows = this.labels.length;
+    const across = (width - left - 76) / this.wide;
+    if (this.single) return { left, tops: starts(this.labels.map(() => LYING)), across };
     const space = Math.max(ROW_LEAST * rows, Math.min(ROW_USUAL * rows, ALL_ROWS)) - ROW_LEAST * rows;
     const all = this.total.reduce((sum, n) => sum + n, 0) || 1;
     const tops = starts(Array.from(this.total, (n) => ROW_LEAST + (space * n) / all)).map((y) => y + 20);
-    return { left, tops, across: (width - left - 76) / this.wide };
+    return { left, tops, across };
   }
 
   draw() {
@@ -132,7 +140,8 @@ class Overview {
       ];
     });
     this.mark = shape("rect", { class: "mark", visibility: "hidden" });
-    this.picture.replaceChildren(...this.ticks(), ...rows, ...this.bars(), this.mark);
+    const inside = this.single ? [...rows, ...this.lyingBars()] : [...this.ticks(), ...rows, ...this.bars()];
+    this.picture.replaceChildren(...inside, this.mark);
     this.showLegend();
   }
 
@@ -145,6 +154,23 @@ class Overview {
       found.push(shape("text", { class: "mid", x: left + across * (c + 0.5), y: 12 }, `${c * this.step}`));
     }
     return found;
+  }
+
+  /** Of a single rank or file: all bars have one scale, and lie. */
+  lyingBars() {
+    const { left, tops, across } = /** @type {{left: number, tops: Float64Array, across: number}} */ (this.place);
+    const { names, values } = this.kinds[this.by];
+    const most = this.total.reduce((n, m) => Math.max(n, m), 1);
+    return this.labels.flatMap((_, r) => {
+      let x = left;
+      return values.flatMap((kind, k) => {
+        const width = (across * kind[r]) / most;
+        const fill = names.length > 1 ? KINDS[k] : colourOf(0, 1);
+        const bar = shape("rect", { class: "bar", fill, x, y: tops[r] + 4, width, height: LYING - 9 });
+        x += width;
+        return width > 0 ? [bar] : [];
+      });
+    });
   }
 
   /** One path for all bars of a colour. */
@@ -168,7 +194,7 @@ class Overview {
       cells.forEach((i, c) => {
         if (this.held?.[i]) add("", c, bottom, bottom - height(this.held[i]));
         if (!sums[c]) return;
-        if (names.length < 2) return add(colourOf(c, this.wide, false), c, bottom, bottom - height(sums[c]));
+        if (names.length < 2) return add(colourOf(c * this.step, this.many), c, bottom, bottom - height(sums[c]));
         let y = bottom;
         values.forEach((kind, k) => {
           const part = (height(sums[c]) * kind[i]) / sums[c];

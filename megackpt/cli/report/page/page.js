@@ -73,8 +73,10 @@ function start(told) {
     tree.reveal(node);
     show();
     if (document.activeElement === document.body) detail.focus({ preventScroll: true }); // what was clicked is gone
+    if (by === "click") detail.scrollIntoView(); // on a narrow screen the tree is below
     if (by === "click") location.hash = keys.address(node);
-    else location.replace(keys.address(node)); // moving about with keys leaves no trail
+    // Moving about with keys leaves no trail. In a frame of a notebook, an address alone would be the notebook's.
+    else location.replace(location.href.split("#")[0] + keys.address(node));
   };
   /** @type {Page} */
   const page = {
@@ -83,7 +85,10 @@ function start(told) {
     go,
     onlyFile: (file) => page.onlyTensors(contents.told.files[file], contents.tensorsWith({ file })),
     onlyRank: (rank) => page.onlyTensors(`rank ${rank}`, contents.tensorsWith({ rank })),
-    onlyTensors: (label, tensors) => tree.restrict({ label, tensors }),
+    onlyTensors: (label, tensors) => {
+      tree.restrict({ label, tensors });
+      tree.element.scrollIntoView({ block: "nearest" });
+    },
   };
   const tree = new Tree(keys, go);
 

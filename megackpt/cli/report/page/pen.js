@@ -14,15 +14,13 @@ function setRamp(colours) {
  * The colour of a rank, a file or a number of copies.
  * @param {number} number
  * @param {number} total  of all that have colours
- * @param {boolean} [tinted]  for large areas: darker on dark ground, and neighbours among many differ more
  */
-function colourOf(number, total, tinted = true) {
+function colourOf(number, total) {
   const at = (ramp.length - 1) * Math.min(1, number / Math.max(1, total - 1));
   const from = Math.min(Math.floor(at), ramp.length - 2);
-  const white = tinted && total > 8 ? [0, 0.36, 0.18, 0.54][number % 4] : 0;
   const mixed = ramp[from].map((n, i) => n + (ramp[from + 1][i] - n) * (at - from));
-  const dark = tinted && darkness.matches ? 0.74 : 1; // large areas do not glare
-  return `rgb(${mixed.map((n) => Math.round(dark * (n + (255 - n) * white))).join(", ")})`;
+  const dark = darkness.matches ? 0.85 : 1; // large areas do not glare
+  return `rgb(${mixed.map((n) => Math.round(dark * n)).join(", ")})`;
 }
 
 /** Ink that can be read on a colour. @param {string} colour */
