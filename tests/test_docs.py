@@ -201,3 +201,23 @@ def test_the_changelog_sums_up_the_release_in_sixty_lines() -> None:
     assert summary.startswith("The release in short\n")
     assert summary.count("\n") <= 60
     assert areas
+
+
+@pytest.mark.parametrize("name", sorted(megackpt.__all__))
+def test_the_reference_has_an_example_for_every_public_name(name: str) -> None:
+    """Errors that no example of a few lines can raise are named by the page on errors."""
+    reference = ROOT / "docs" / "reference" / "api.md"
+    mistakes = ROOT / "docs" / "mistakes.md"
+    text = "".join(block.text for block in blocks(reference, "python"))
+    if name in vars(errors):
+        text += mistakes.read_text(encoding="utf-8")
+        text += GUIDE.read_text(encoding="utf-8")
+    assert name == "__version__" or re.search(rf"\b{name}\b", text)
+
+
+def test_the_search_of_the_site_asks_no_other_host() -> None:
+    """The offline plug-in adds a script of another host, unless one of this name is given."""
+    (script,) = (ROOT / "docs" / "assets").glob("*iframe-worker*")
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert f"    - assets/{script.name}\n" in settings
+    assert "https://" not in script.read_text(encoding="utf-8")
