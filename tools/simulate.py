@@ -16,7 +16,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from simulation.charts import plot
+from simulation.charts import draw_points, plot, table_points
 from simulation.model import Model
 from simulation.parallelism import Parallelism
 from simulation.report import answer
@@ -33,7 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = asked(arguments)
     try:
         if options.plot:
-            plot(options.plot)
+            if options.drawn_from:
+                draw_points(table_points(options.drawn_from), options.plot)
+            else:
+                plot(options.plot)
             return 0
         saves, loads = simulate(options)
     except (CheckpointingException, ValueError) as error:
@@ -160,6 +163,12 @@ def asked(arguments: list[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="FILE",
         help="run the sweeps of docs/scaling.md and draw",
+    )
+    parser.add_argument(
+        "--drawn-from",
+        type=Path,
+        metavar="PAGE",
+        help="simulate nothing: --plot draws the table of this page",
     )
     return parser.parse_args(arguments)
 

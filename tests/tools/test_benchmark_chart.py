@@ -61,10 +61,17 @@ def test_the_chart_of_a_run(draw: Callable[[dict[str, Any]], str]) -> None:
         for element in picture.iter()
         if element.get("class") in ("ours", "peer")
     ]
+    # The fastest of both sides, where the ratio is largest, is the headline.
+    assert texts[0] == "Save, 1.00 GiB: 4.0 times as fast, GB/s"
+    assert [kind for kind, _ in bars[:2]] == ["ours", "peer"]
+    assert bars[0][1] == pytest.approx(4 * bars[1][1], abs=0.1)
+    del bars[:2]
     assert [kind for kind, _ in bars] == ["ours", "ours", "peer", *["ours"] * 3]
     assert bars[0][1] == pytest.approx(2 * bars[1][1], abs=0.1)
     assert bars[2][1] == pytest.approx(bars[1][1] / 2, abs=0.1)
-    assert "megackpt torch_dist, digests checked" in texts
+    assert "… with digests checked" in texts
+    # The line of the limit is behind the bars.
+    assert chart.index('class="limit"') < chart.rindex(">peer<")
     assert "save of 5,000 tensors" in texts
     assert "save of 20,000 tensors" not in texts
     assert any(

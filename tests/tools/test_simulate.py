@@ -32,7 +32,7 @@ from megackpt.testing import ThreadedGroup
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
-from simulation import simulator, wire  # noqa: E402 - next to the tool, which finds them so
+from simulation import charts, simulator, wire  # noqa: E402 - next to the tool, which finds them so
 from simulation.model import Model  # noqa: E402
 from simulation.parallelism import Parallelism  # noqa: E402
 
@@ -395,3 +395,16 @@ def test_many_ranks_in_seconds_of_memory_that_columns_take() -> None:
 def model_bytes(model: Model) -> int:
     elements = sum(int(np.prod(weight.shape)) for weight in model.weights())
     return elements * (2 + 3 * 4)
+
+
+def test_the_picture_of_scaling_has_the_figures_of_its_page(tmp_path: Path) -> None:
+    points = charts.table_points(TOOLS.parent / "docs" / "scaling.md")
+    largest = {p.format: p for p in points if p.ranks == charts.RANKS[-1]}
+    assert set(largest) == set(charts.FORMATS)
+    assert largest["zarr"].coordinator == 2.26
+    assert largest["torch_dist"].contents == 114_300_000
+    assert {p.sweep for p in points if p.tensors > 781} == {"tensors"}
+    empty = tmp_path / "empty.md"
+    empty.write_text("# Nothing\n")
+    with pytest.raises(ValueError, match="no table of simulated saves"):
+        charts.table_points(empty)

@@ -10,27 +10,29 @@ from xml.sax.saxutils import escape
 from benchmarks.table import in_gbs
 
 OURS = {"torch_dist": "megackpt torch_dist", "zarr": "megackpt zarr"}
-CHECKED = ", digests checked"
+CHECKED = "… with digests checked"
 NAMES = {
     "torch DCP": "torch DCP",
     "Megatron": "Megatron-Core",
     "Megatron FP": "Megatron-Core, parallel",
 }
-WIDTH, LABEL, BAR, MARGIN = 470, 212, 16, 12
+WIDTH, LABEL, BAR, MARGIN = 520, 160, 17, 12
 """Pixels: of a panel, of the names in it, from one bar to the next, around a panel."""
 LEGEND = (
-    "GB/s of all ranks together: more is better. The dashed line is plain pwritev and fsync, or preadv, "
-    "of the same bytes by the same processes."
+    "GB/s of all ranks together: more is better. The dashed line is plain pwritev and fsync, or preadv,",
+    "of the same bytes by the same processes. It writes through the page cache: a save past it can be faster.",
 )
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #24292f }
 .title { font-weight: 600; font-size: 12px }
+.headline { font-weight: 600; font-size: 16px }
+.number { font-weight: 600; paint-order: stroke; stroke-width: 3px; stroke: #ffffff; stroke-linejoin: round }
 .small { font-size: 10px; fill: #57606a }
 .back { fill: #ffffff } .ours { fill: #0969da } .peer { fill: #afb8c1 }
-.limit { stroke: #24292f; stroke-dasharray: 3 2 }
+.limit { stroke: #8c959f; stroke-dasharray: 3 2 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .small { fill: #9198a1 }
-  .back { fill: #0d1117 } .ours { fill: #4493f8 } .peer { fill: #59636e } .limit { stroke: #e6edf3 }
+  .back { fill: #0d1117 } .ours { fill: #4493f8 } .peer { fill: #59636e } .number { stroke: #0d1117 }
 }
 """
 
@@ -46,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """The bars of one figure, and the plain-I/O limit."""
+    """The bars of one figure, and the plain-I/O limit (0: not drawn)."""
 
     title: str
     bars: Sequence[Bar]
@@ -56,42 +58,70 @@ class Panel:
     def height(self) -> int:
         return MARGIN * 3 + BAR * len(self.bars)
 
+    @property
+    def fastest(self) -> list[Bar]:
+        """The fastest of ours, and the fastest peer, if there is one."""
+        found = []
+        for ours in (True, False):
+            bars = [bar for bar in self.bars if bar.is_ours == ours]
+            found += sorted(bars, key=lambda bar: bar.gbs)[-1:]
+        return found
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the fastest peer ours is; 0 without both."""
+        if len(self.fastest) < 2:
+            return 0
+        ours, peer = self.fastest
+        return ours.gbs / peer.gbs
+
     def svg(self, x: int, y: int) -> str:
         """At this place; the longest bar, or the limit, fills the width."""
         most = max(self.limit, *(bar.gbs for bar in self.bars))
         scale = (WIDTH - LABEL - MARGIN - 34) / most
-        parts = [_text(x, y + MARGIN, self.title, "title")]
         top = y + MARGIN * 2
+        line = x + LABEL + self.limit * scale
+        # The line is drawn first, so that it runs behind the numbers.
+        parts = [
+            _text(x, y + MARGIN, self.title, "title"),
+        ]
+        if self.limit:
+            parts.append(_text(line, top - 7, "plain I/O", "small", anchor="middle"))
+            parts.append(
+                f'<line class="limit" x1="{line:.1f}" x2="{line:.1f}" y1="{top - 4}" '
+                f'y2="{top + BAR * len(self.bars)}"/>'
+            )
         for number, bar in enumerate(self.bars):
             at, length = top + number * BAR, bar.gbs * scale
             kind = "ours" if bar.is_ours else "peer"
             parts += [
                 _text(x + LABEL - 6, at + BAR - 6, bar.name, anchor="end"),
                 _rectangle(kind, x + LABEL, at, length, BAR - 4),
-                _text(x + LABEL + length + 4, at + BAR - 6, in_gbs(bar.gbs), "small"),
+                _text(x + LABEL + length + 4, at + BAR - 6, in_gbs(bar.gbs), "number"),
             ]
-        line = x + LABEL + self.limit * scale
-        parts.append(
-            f'<line class="limit" x1="{line:.1f}" x2="{line:.1f}" y1="{top - 4}" '
-            f'y2="{top + BAR * len(self.bars)}"/>'
-        )
         return "\n".join(parts)
 
 
 def draw(report: dict[str, Any]) -> str:
     """The chart of a run. Raises ValueError if it has no figure with GB/s."""
-    rows = [pair for pair in map(_panels, report["sections"]) if pair]
-    lines = [panel for pairs in rows for panel in pairs]
+    lines = [panel for section in report["sections"] for panel in _panels(section)]
     if not lines:
         raise ValueError("this run has none of the figures P1, P2, P5 and P6")
     parts, y = [], MARGIN
-    for pair in lines:
-        parts += [p.svg(MARGIN + i * WIDTH, y) for i, p in enumerate(pair)]
-        y += max(panel.height for panel in pair) + MARGIN
-    for line in (LEGEND, *_machine(report)):
+    # The pair with the largest ratio is the headline. One column can be read on a phone.
+    best = max(lines, key=lambda panel: panel.ratio)
+    if best.ratio:
+        ratio = f"{best.ratio:.1f}" if best.ratio < 10 else f"{best.ratio:.0f}"
+        text = f"{best.title}: {ratio} times as fast, GB/s"
+        parts.append(_text(MARGIN, y + MARGIN, text[0].upper() + text[1:], "headline"))
+        lines = [Panel("", best.fastest, 0), *lines]
+    for panel in lines:
+        parts.append(panel.svg(MARGIN, y))
+        y += panel.height + MARGIN
+    for line in (*LEGEND, *_machine(report)):
         parts.append(_text(MARGIN, y + 6, line, "small"))
         y += BAR
-    width = 2 * WIDTH + MARGIN
+    width = WIDTH + MARGIN
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" '
         f'width="{width}" height="{y}" role="img">'
@@ -100,8 +130,8 @@ def draw(report: dict[str, Any]) -> str:
     return "\n".join([head, f"<style>{STYLE}</style>", back, *parts, "</svg>\n"])
 
 
-def _panels(section: dict[str, Any]) -> list[list[Panel]]:
-    """Rows of two panels: saves and loads of large tensors, then of small ones."""
+def _panels(section: dict[str, Any]) -> list[Panel]:
+    """Saves and loads of large tensors, then of small ones."""
     found = []
     for save, load in (("P1", "P2"), ("P5", "P6")):
         rows = [row for row in section["rows"] if _has_speed(row)]
@@ -111,15 +141,12 @@ def _panels(section: dict[str, Any]) -> list[list[Panel]]:
         plain = [row for row in loads if "unverified" in row["what"]][-1:]
         checked = [row for row in loads if "unverified" not in row["what"]][-1:]
         where = section["title"].partition(", median")[0]
-        pair = []
         for verb, timed, also in (("save", saves[-1:], []), ("load", plain, checked)):
             if timed and "limit" in timed[0]["values"]:
                 what = f"{verb}, {where}"
                 if save == "P5":
                     what = f"{timed[0]['what'].split(' / ')[0].split(', unv')[0]}"
-                pair.append(_panel(what, section["columns"], timed[0], *also))
-        if pair:
-            found.append(pair)
+                found.append(_panel(what, section["columns"], timed[0], *also))
     return found
 
 
@@ -141,7 +168,7 @@ def _panel(
         for other in checked:
             if name in other["values"]:
                 speed = other["values"][name]["gbs"]
-                bars.append(Bar(f"{OURS.get(name, name)}{CHECKED}", speed, True))
+                bars.append(Bar(CHECKED, speed, True))
     bars.sort(key=lambda bar: not bar.is_ours)
     return Panel(title, bars, row["values"]["limit"]["gbs"])
 

@@ -22,6 +22,7 @@ LAYERS = (32, 128, 512, 2048)
 LAYERS_OF_RANKS = 32
 FEW = Parallelism(tensor=8, pipeline=8, data=2)  # the ranks of the sweep over tensors
 FORMATS = ("torch_dist", "zarr")
+COLORS = ("#0969da", "#a06a00", "#2f7d6f", "#8b4a8b", "#57606a")  # dark enough for text
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Point:
 
 def plot(file: Path) -> list[Point]:
     """Run both sweeps and draw them. Raises CheckpointingException where matplotlib is missing."""
-    pyplot = pyplot_for(file)
+    pyplot_for(file)
     points = []
     for point in sweeps():
         points.append(point)
         print(json.dumps(asdict(point)), file=sys.stderr, flush=True)
-    _draw(pyplot, points, file)
+    draw_points(points, file)
     return points
 
 
@@ -104,38 +105,89 @@ def point(sweep: str, name: str, save: Save) -> Point:
     )
 
 
-def _draw(pyplot: Any, points: Sequence[Point], file: Path) -> None:
-    figure, panels = pyplot.subplots(2, 2, figsize=(9, 6.5), constrained_layout=True)
-    for column, sweep in enumerate(("ranks", "tensors")):
-        times, sizes = panels[0][column], panels[1][column]
-        for name, style in zip(FORMATS, ("o-", "s--"), strict=True):
-            mine = [p for p in points if p.sweep == sweep and p.format == name]
-            across = [p.ranks if sweep == "ranks" else p.tensors for p in mine]
-            times.plot(
-                across, [p.coordinator for p in mine], style, color="C0", label=name
-            )
-            for color, label, values in _sizes(mine, name):
-                sizes.plot(
-                    across, [v / 1e6 for v in values], style, color=color, label=label
-                )
-        fixed = (
-            f"{LAYERS_OF_RANKS} layers" if sweep == "ranks" else f"{FEW.ranks:,} ranks"
-        )
-        times.set_title(f"growing {sweep}, {fixed}")
-        times.set_ylabel("coordinator, CPU seconds a save")
-        sizes.set_ylabel("MB")
-        for panel in (times, sizes):
-            panel.set_xlabel(sweep)
-            panel.set_xscale("log", base=2 if sweep == "ranks" else 10)
-            panel.set_yscale("log")
-            panel.grid(alpha=0.3)
-            panel.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
+def table_points(page: Path) -> list[Point]:
+    """The points of the table in docs/scaling.md, which has some of a run. ValueError if there are none."""
+    points = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 10 or cells[3] not in FORMATS:
+            continue
+        ranks, tensors, shards = (int(cell.replace(",", "")) for cell in cells[:3])
+        sweep = "tensors" if ranks == FEW.ranks else "ranks"
+        seconds = float(cells[4].removesuffix(" s"))
+        gathered, _, *others = map(_bytes, cells[5:])
+        one = Point(sweep, cells[3], ranks, tensors, shards, seconds, gathered, *others)
+        points.append(one)
+    if not points:
+        raise ValueError(f"{page} has no table of simulated saves")
+    return points
 
 
-def _sizes(points: Sequence[Point], name: str) -> Iterator[tuple[str, str, list[int]]]:
-    if name == FORMATS[0]:  # payloads hardly depend on the format
-        yield "C1", "declarations gathered", [p.gather for p in points]
-        yield "C2", "plans scattered", [p.scatter for p in points]
-    yield "C3", f"index without digests, {name}", [p.index for p in points]
-    yield "C4", f"table of contents, {name}", [p.contents for p in points]
+def _bytes(cell: str) -> int:
+    number, unit = cell.split()
+    return round(float(number) * {"kB": 1e3, "MB": 1e6}[unit])
+
+
+def draw_points(points: Sequence[Point], file: Path) -> None:
+    """One message in each panel: what the coordinator computes, and what travels and is stored."""
+    pyplot = pyplot_for(file)
+    mine = [point for point in points if point.sweep == "ranks"]
+    by_name = {name: [p for p in mine if p.format == name] for name in FORMATS}
+    across = [point.ranks for point in by_name[FORMATS[0]]]
+    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with pyplot.rc_context(style):
+        figure, panels = pyplot.subplots(1, 2, figsize=(10, 4.2))
+        most = max(p.coordinator for p in mine)
+        text = f"{across[-1]:,} ranks are planned in {most:.1f} CPU seconds"
+        lines = {
+            name: [p.coordinator for p in found] for name, found in by_name.items()
+        }
+        _draw_lines(panels[0], text, "CPU seconds of the coordinator", across, lines)
+        first, second = by_name.values()
+        lines = {
+            "declarations, gathered": [p.gather / 1e6 for p in first],
+            "plans, scattered": [p.scatter / 1e6 for p in first],
+            "index, torch_dist": [p.index / 1e6 for p in first],
+            "index, zarr": [p.index / 1e6 for p in second],
+            ".metadata of torch_dist": [p.contents / 1e6 for p in first],
+        }
+        most = max(values[-1] for values in lines.values())
+        text = f"each exchange and table, digests apart: {most:.0f} MB at most"
+        _draw_lines(panels[1], text, "MB of all ranks", across, lines)
+        figure.tight_layout(w_pad=3)
+        figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_lines(
+    panel: Any,
+    title: str,
+    unit: str,
+    across: Sequence[int],
+    lines: dict[str, list[float]],
+) -> None:
+    """Lines of a panel, with their names at their ends."""
+    panel.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    panel.set_ylabel(unit)
+    panel.set_xlabel("ranks")
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xticks(across, [f"{ranks:,}" for ranks in across])
+    panel.minorticks_off()
+    panel.yaxis.set_major_formatter("{x:g}")
+    panel.grid(axis="y", color="#dddddd", linewidth=0.7)
+    panel.set_axisbelow(True)
+    lowest = 0.0
+    for color, (name, values) in zip(COLORS, _by_last(lines), strict=False):
+        panel.plot(across, values, "o-", color=color, linewidth=2, markersize=5)
+        # Names of lines that end close together are moved apart: a factor, on a logarithmic axis.
+        height = max(values[-1], lowest * 1.55)
+        lowest = height
+        label = f"  {name} {values[-1]:.3g}"
+        panel.annotate(label, (across[-1], height), color=color, va="center")
+    panel.set_xlim(across[0] * 0.8, across[-1] * 60)
+    panel.set_ylim(top=lowest * 1.5)
+
+
+def _by_last(lines: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
+    return sorted(lines.items(), key=lambda line: line[1][-1])
