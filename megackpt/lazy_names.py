@@ -28,4 +28,4 @@ def lazily(
         module[name] = value
         return value
 
-    return get, lambda: sorted({*module, *home_of})
+    return get, lambda: sorted(module["__all__"])

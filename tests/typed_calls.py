@@ -73,7 +73,7 @@ CheckpointManager("run", asynchronous="processes")  # arg-type
 CheckpointManager("run", naming="orbax")  # arg-type
 CheckpointManager("run", on_error="log")  # arg-type
 CheckpointManager("run", best="smallest")  # arg-type
-CheckpointManager("run", keep_lats=3)  # call-arg
+CheckpointManager("run", keep_lats=3)  # arg-type
 manager.on_signal(signal.SIGTERM)
 manager.save(1, state, overwrite=False)
 manager.save(1, model=model, optimizer=optimizer, scheduler=scheduler, data=Data())

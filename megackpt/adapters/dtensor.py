@@ -25,7 +25,7 @@ from megackpt.adapters.checkpointable import (
     declare_checkpointable,
     has_methods,
 )
-from megackpt.errors import ShardingError
+from megackpt.errors import ShardingError, shown
 from megackpt.state import (
     LocalNonpersistentObject,
     PerRank,
@@ -112,7 +112,8 @@ def sharded(
     """
     if not isinstance(state_dict, dict):
         raise ShardingError(
-            f"a state dict is expected, not a {type(state_dict).__name__}"
+            f"a state dict is expected, not a {type(state_dict).__name__}: "
+            f"net.state_dict(), and not {shown(state_dict)}"
         )
     if replicated not in get_args(Replicated):
         raise ShardingError(

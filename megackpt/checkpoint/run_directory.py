@@ -38,6 +38,7 @@ from megackpt.errors import (
     NotACheckpoint,
     StorageError,
     join_truncated,
+    shown,
 )
 from megackpt.events import format_size
 from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
@@ -355,10 +356,12 @@ def naming_of(style: str) -> Naming:
 
 
 def step_number(step: int) -> int:
-    """The step as an int. Raises ValueError if it is negative."""
+    """The step as an int. Raises ValueError if it is negative, TypeError if it is no number."""
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise TypeError(f"step={shown(step)} is no step: give an int, step=int(...)")
     number = int(operator.index(step))
     if number < 0:
-        raise ValueError(f"a step is 0 or more, not {number}")
+        raise ValueError(f"step={number}: a step is 0 or more")
     return number
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Never, Self
 
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.checkpoint import absolute
@@ -49,6 +50,7 @@ from megackpt.manager.stateful import (
     refuse_undeclared,
     with_digests,
 )
+from megackpt.option_names import refuse_options
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
@@ -113,7 +115,10 @@ class CheckpointManager(SaveDecisions):
         max_failures: int = 3,
         local: LocalTier | None = None,
         staging_bytes: int | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            refuse_options(CheckpointManager, unknown)
         if asynchronous not in _WORKERS:
             raise ValueError(
                 f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
@@ -208,7 +213,7 @@ class CheckpointManager(SaveDecisions):
             raise ValueError("nothing to save: give objects by name, or a state dict")
         if asynchronous is None:
             asynchronous = self._worker is not None
-        stateful = StatefulObjects(objects, self._process_group)
+        stateful = StatefulObjects(objects, self._process_group, _OPTIONS)
         state = stateful.declare(sharded_state_dict)
         local = Attempt[None](None)
         if self._local is not None:
@@ -404,10 +409,10 @@ class CheckpointManager(SaveDecisions):
         if isinstance(step, str):
             if step != "latest":
                 raise ValueError(
-                    f"step is a number, 'latest', 'best' or None, not {step!r}"
+                    f"step is an int, 'latest', 'best' or None, not {step!r}"
                 )
             step = None
-        stateful = StatefulObjects(objects, self._process_group)
+        stateful = StatefulObjects(objects, self._process_group, _OPTIONS)
         declared = stateful.declare_to_load(sharded_state_dict, key_map)
         found = self._restorer.restore(declared, step, options, finite)
         if found is not None:
@@ -494,3 +499,10 @@ class CheckpointManager(SaveDecisions):
             self._retention.start(step, self._timeout)
         if self._worker is None:
             self._retention.wait(self._timeout, quiet=True)
+
+
+_OPTIONS = {
+    *signature(CheckpointManager.save).parameters,
+    *signature(CheckpointManager.restore).parameters,
+} - {"objects"}
+"""Names that no object has: it could be saved, and not be restored."""

@@ -43,7 +43,7 @@ class KeepRules:
             if getattr(self, name) is not None and self.keep_last is None:
                 raise ValueError(
                     f"{name} says which of the older steps stay; it needs keep_last, as without "
-                    "keep_last all steps stay"
+                    f"keep_last all steps stay: keep_last=1, {name}={getattr(self, name)!r}"
                 )
         if not isinstance(self.keep_for, (timedelta, type(None))):
             raise ValueError(f"keep_for is a timedelta or None, not {self.keep_for!r}")

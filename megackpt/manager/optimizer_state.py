@@ -136,6 +136,12 @@ class NamedOptimizer:
         known = {name for group in groups for name in group["params"]}
         added = [name for name, before in stored.items() if before not in known]
         self.removed = sorted(known.difference(stored.values()), key=str)
+        if known and all(type(name) is int for name in known):
+            raise MismatchError(
+                f"{self.name}: it was saved as {self.name}.state_dict(), whose parameters have "
+                f"numbers. Load that: found = restore({self.name}={{}}), and "
+                f"{self.name}.load_state_dict(found.state[{self.name!r}])"
+            )
         if known and added and len(added) == len(stored):
             raise MismatchError(
                 f"{self.name}: the parameters {_listed(added)} were not in the optimizer that was "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from megackpt import limits, tree
 from megackpt.adapters.dtensor import holders_of, sharded
 from megackpt.distributed import Group, GroupLike, attempt
-from megackpt.errors import MismatchError, ShardingError
+from megackpt.errors import MismatchError, ShardingError, shown
 from megackpt.loader.comparison import KeyMap, StateOfStored
 from megackpt.loader.load_session import whole
 from megackpt.manager.optimizer_state import (
@@ -38,6 +38,7 @@ from megackpt.manager.optimizer_state import (
     local_tensor,
     stored_values,
 )
+from megackpt.option_names import meant_by
 from megackpt.planning.manifest import COMMON_KEY, Manifest
 from megackpt.staging.source import pieces
 from megackpt.state import (
@@ -63,12 +64,8 @@ _MANAGER_OPTIONS = {
     "timeout",
 }
 """Options of ``megackpt.save`` and ``load`` that are the same for all steps of a manager."""
-_DICT_OPTIONS = {
-    "content_metadata": "save",
-    "key_map": "restore",
-    "sharded_state_dict": "save and restore",
-}
-"""Options whose value may be a dict, as an object may be; and whose options they are."""
+_DICT_OPTIONS = ("content_metadata", "key_map", "sharded_state_dict")
+"""Options whose value may be a dict, as an object may be."""
 _TENSORS = "tensors of the optimizer"
 """Key of an optimizer's tensors. The stored common state may name the parameters differently."""
 _CLOSE = 0.85
@@ -96,10 +93,14 @@ class StatefulObjects:
         objects: modules, optimizers of these modules, other objects with ``state_dict`` and
             ``load_state_dict`` (torch's Stateful protocol), and dicts of any values.
         process_group: of the ranks that save, with the meaning it has for the manager.
+        options: the options of the methods of the manager, which are no names of objects.
     """
 
     def __init__(
-        self, objects: Mapping[str, Savable], process_group: GroupLike = None
+        self,
+        objects: Mapping[str, Savable],
+        process_group: GroupLike = None,
+        options: Collection[str] = (),
     ) -> None:
         if names := sorted(_MANAGER_OPTIONS & objects.keys()):
             raise ValueError(
@@ -107,17 +108,19 @@ class StatefulObjects:
                 "all"
             )
         for name, value in objects.items():
+            close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE) or [name]
+            if name in options or (close != [name] and isinstance(value, dict)):
+                raise TypeError(
+                    f"{name}={shown(value)} would be an object with this name, and {close[0]} is "
+                    "an option of save or restore: correct it, or choose a name that is less like "
+                    f"it, such as my_{name}="
+                )
+            advice = f": give it as extra={{{name!r}: ...}}"
             if not isinstance(value, (HasState, dict)):
                 raise TypeError(
-                    f"{name}={value!r} is neither an option nor an object with state_dict() and "
-                    "load_state_dict(), nor a dict; extra={...} takes plain values"
-                )
-            close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE)
-            if isinstance(value, dict) and close:
-                raise TypeError(
-                    f"{name}={{...}} would be an object with this name, and {close[0]} is an "
-                    f"option of {_DICT_OPTIONS[close[0]]}: correct it, or choose a name that is "
-                    "less like it"
+                    f"{name}={shown(value)} is neither an option nor an object with state_dict() "
+                    "and load_state_dict(), nor a dict"
+                    f"{meant_by(name, value, options) or advice}"
                 )
         self._objects = dict(objects)
         # Objects whose state torch's functions do not read and set.
@@ -144,7 +147,7 @@ class StatefulObjects:
         With ``load``, the state dict omits the optimizers.
         """
         if not self._objects:
-            return others or {}
+            return {} if others is None else others
         states: dict[Any, Any] = {}
         for name, value in self._objects.items():
             if isinstance(value, Module):
@@ -178,7 +181,7 @@ class StatefulObjects:
         stored below their names.
         """
         if not self._objects:
-            return others or {}
+            return self.declare(others)
         for name, value in self._objects.items():
             if not isinstance(value, (Module, dict)) and not is_loaded_in_place(value):
                 self._former[name] = _Former(value)

@@ -80,13 +80,16 @@ class StoredNames:
 
 
 def shape_hint(key: str, asked: Sequence[int], stored: Sequence[int]) -> str:
-    """The likely cause of a global shape that is not stored; "" if unknown."""
+    """The likely cause of a global shape that is not stored."""
     if re.search("embed|vocab|output_layer|lm_head", key) and asked[1:] == stored[1:]:
         return (
             "\n  hint: if this is a vocabulary padded for another parallelism, "
             "allow_shape_mismatch=True on the shard loads what both have, and zeros behind it"
         )
-    return ""
+    return (
+        "\n  hint: 'loaded' is the shape in the checkpoint, 'expected' the shape of your tensor. "
+        "Build the model that was saved"
+    )
 
 
 class StrictHandling(Enum):

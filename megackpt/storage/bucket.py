@@ -72,7 +72,8 @@ class BucketStorage(Storage):
         if found is None or found["scheme"] not in known:
             raise StorageError(
                 f"{url!r} is not a URL of a bucket: it should be s3://BUCKET/FOLDER "
-                "(or gs://, az://)"
+                "(or gs://, az://). For a model of the Hugging Face Hub give the directory that "
+                "huggingface_hub.snapshot_download(NAME) returns"
             )
         self.bucket, self._prefix = found["bucket"], found["prefix"] or ""
         if self._prefix and unsafe_names([self._prefix]):

@@ -109,15 +109,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="overwite=False is neither an option nor"):
         manager.save(1, model=run.model, overwite=False)
     for name, option in (
-        ("content_metdata", "content_metadata is an option of save:"),
-        ("keymap", "key_map is an option of restore:"),
-        ("shared_state_dict", "sharded_state_dict is an option of save and restore:"),
-        ("key_map", "key_map is an option of restore:"),
+        ("content_metdata", "content_metadata"),
+        ("keymap", "key_map"),
+        ("shared_state_dict", "sharded_state_dict"),
+        ("key_map", "key_map"),
     ):
         values: dict[str, Any] = {name: {"a": 1}}
-        with pytest.raises(TypeError, match=option):
+        text = f"{option} is an option of save or restore:"
+        with pytest.raises(TypeError, match=text):
             manager.save(1, model=run.model, **values)
-    with pytest.raises(TypeError, match="content_metadata is an option of save:"):
+    with pytest.raises(TypeError, match="content_metadata is an option of save or"):
         manager.restore(model=run.model, content_metadata={})
     with pytest.raises(ValueError, match="timeout cannot be given for one step"):
         manager.save(1, model=run.model, timeout=3)
