@@ -176,8 +176,7 @@ def load(
         )
     group = group_over(process_group, timeout, f"load {checkpoint_dir}")
     request = attempt(
-        partial(
-            LoadRequest,
+        lambda: LoadRequest(
             absolute(checkpoint_dir),
             sharded_state_dict,
             sharded_strategy,
