@@ -107,11 +107,6 @@ class RankLost(RankFailure):
     """Ranks did not answer in time, or ended. They may still be writing to the storage."""
 
 
-def shown(value: object) -> str:
-    """A value of the caller in a message: the first line of its repr, cut to 60 characters."""
-    return repr(value).partition("\n")[0][:60]
-
-
 def join_truncated(
     items: Sequence[object],
     limit: int = 20,

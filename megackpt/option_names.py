@@ -7,8 +7,6 @@ from difflib import get_close_matches
 from inspect import signature
 from typing import NoReturn
 
-from megackpt.errors import shown
-
 # The names are of orbax, Lightning, the Trainer, accelerate, torch.load and torch DCP.
 _NAMES_OF_PEERS = {
     "keep_last={}": "keep max_to_keep save_total_limit total_limit",
@@ -21,11 +19,12 @@ _NAMES_OF_PEERS = {
     "save_interval={}, and call save where checkpoints.should_save(step)": (
         "save_steps save_interval_steps every_n_train_steps"
     ),
-    "asynchronous={}": "async_save is_async enable_async_checkpointing",
+    "asynchronous={}": "async_save is_async async_sharded_save enable_async_checkpointing",
     "CheckpointManager(directory, {}), or megackpt.save(state, directory, {})": (
-        "format backend"
+        "format backend sharded_strategy"
     ),
-    "CheckpointManager({}, ...)": "dirpath directory output_dir save_dir",
+    "CheckpointManager({}, ...)": "checkpoint_dir dirpath output_dir save_dir",
+    "it once, to CheckpointManager: all steps have the same": "process_group timeout",
     "overwrite={}": "force",
     "partial={} to restore": "allow_partial_load",
     "no device: values go into the tensors that ask for them, where these are": (
@@ -42,9 +41,9 @@ def meant_by(name: str, value: object, options: Iterable[str]) -> str:
     """The advice on an option that a call with these ``options`` does not have; "" if unknown."""
     for ours, theirs in _NAMES_OF_PEERS.items():
         if name in theirs.split():
-            return f": give {ours.replace('{}', shown(value))}"
+            return f": give {ours.replace('{}', f'{value!r:.60}')}"
     for near in get_close_matches(name, options, 1):
-        return f": did you mean {near}={shown(value)}?"
+        return f": did you mean {near}={value!r:.60}?"
     return ""
 
 
@@ -54,4 +53,4 @@ def refuse_options(
     """Raise TypeError for an option that a call does not have, and name what is meant."""
     name, value = next(iter(unknown.items()))
     advice = meant_by(name, value, signature(call).parameters)
-    raise TypeError(f"{call.__name__} has no option {name}={shown(value)}{advice}")
+    raise TypeError(f"{call.__name__} has no option {name}={value!r:.60}{advice}")

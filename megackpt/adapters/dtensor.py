@@ -25,7 +25,7 @@ from megackpt.adapters.checkpointable import (
     declare_checkpointable,
     has_methods,
 )
-from megackpt.errors import ShardingError, shown
+from megackpt.errors import ShardingError
 from megackpt.state import (
     LocalNonpersistentObject,
     PerRank,
@@ -113,7 +113,7 @@ def sharded(
     if not isinstance(state_dict, dict):
         raise ShardingError(
             f"a state dict is expected, not a {type(state_dict).__name__}: "
-            f"net.state_dict(), and not {shown(state_dict)}"
+            f"net.state_dict(), and not {state_dict!r:.60}"
         )
     if replicated not in get_args(Replicated):
         raise ShardingError(

@@ -38,7 +38,6 @@ from megackpt.errors import (
     NotACheckpoint,
     StorageError,
     join_truncated,
-    shown,
 )
 from megackpt.events import format_size
 from megackpt.storage import BucketStorage, LocalStorage, Storage, is_url, root_at
@@ -358,7 +357,7 @@ def naming_of(style: str) -> Naming:
 def step_number(step: int) -> int:
     """The step as an int. Raises ValueError if it is negative, TypeError if it is no number."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step={shown(step)} is no step: give an int, step=int(...)")
+        raise TypeError(f"step={step!r:.60} is no step: give an int, step=int(...)")
     number = int(operator.index(step))
     if number < 0:
         raise ValueError(f"step={number}: a step is 0 or more")

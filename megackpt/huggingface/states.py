@@ -13,7 +13,8 @@ from megackpt import tree
 from megackpt.adapters.megatron import from_megatron
 from megackpt.errors import ShardingError
 from megackpt.huggingface.rules import Piece
-from megackpt.huggingface.table_links import Table, TensorId, link
+from megackpt.huggingface.table_links import TensorId, link
+from megackpt.loader.comparison import Transform
 from megackpt.planning.box import Box, Boxes
 from megackpt.state import (
     LocalNonpersistentObject,
@@ -28,14 +29,17 @@ from megackpt.state import (
 
 
 def as_huggingface(
-    sharded_state_dict: ShardedStateDict, table: Table
+    sharded_state_dict: ShardedStateDict, table: Transform, rest: bool = False
 ) -> ShardedStateDict:
     """The same state, declared under Hugging Face's names, for ``load`` or ``save``.
 
     Each tensor is declared in pieces that are views of it. A load reads the ranges that this rank
     needs straight into the model, and returns tensors in the shapes and places of
     ``sharded_state_dict``. Everything else (objects, common state, tensors that the table maps to
-    None) is neither loaded nor saved: each rank keeps its values.
+    None) is neither loaded nor saved: each rank keeps its values. With ``rest``, all that fits no
+    rule is declared as before. A function in place of a rule is called with each ShardedTensor that
+    fits, and returns the declaration to load: a ShardedTensorFactory computes from stored tensors,
+    a LocalNonpersistentObject holds another value.
 
     Errors are raised by the ``load`` or ``save``, on all ranks: MismatchError for keys that no
     rule fits, or several, and for impossible shapes; ShardingError for declarations that
@@ -49,16 +53,24 @@ def as_huggingface(
             for shard in shards
             if isinstance(shard, ShardedTensor)
         ]
-        linked = {}
-        for tensor, pieces in link(table, tensors).items():
+        functions = {p: rule for p, rule in table.items() if callable(rule)}
+        rules = {**table, **dict.fromkeys(functions)}
+        linked: dict[TensorId, Any] = {}
+        for tensor, pieces in link(rules, tensors, rest=rest).items():
             if any(p.alternating is not None or p.factor != 1 for p in pieces):
                 raise ShardingError(
                     f"{tensor[0]!r}: the table changes its values or their order, which "
                     "conversions do, and loads into a model do not"
                 )
-            linked[tensor] = pieces, Boxes.of(piece.box for piece in pieces)
+            linked[tensor] = partial(_adapt, {}, False)
+            if pieces:
+                boxes = Boxes.of(piece.box for piece in pieces)
+                linked[tensor] = partial(_in_pieces, pieces, boxes)
+        for pattern, function in functions.items():
+            for tensor in link({pattern: None}, linked, rest=True):
+                linked[tensor] = function
         result: ShardedStateDict = tree.dict_list_map_outplace(
-            partial(_adapt, linked), sharded_state_dict
+            partial(_adapt, linked, rest), sharded_state_dict
         )
     except Exception as error:  # noqa: BLE001 - the caller's code may raise anything
         return {"huggingface": _raise_later(error)}
@@ -74,8 +86,11 @@ def _raise_later(error: Exception) -> ShardedTensorFactory:
     return ShardedTensorFactory("huggingface", None, build, build)
 
 
-def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> Any:
-    """A leaf of a state, declared in pieces of Hugging Face tensors or kept on this rank."""
+def _adapt(linked: Mapping[TensorId, Any], rest: bool, leaf: Any) -> Any:
+    """A leaf of a state, as a function in ``linked`` declares it, or kept on this rank.
+
+    With ``rest``, a leaf without such a function stays as it is.
+    """
     leaf = from_megatron(leaf)
     if isinstance(leaf, LocalNonpersistentObject):
         return leaf
@@ -84,7 +99,7 @@ def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> A
 
         def build(*arguments: Any) -> Any:
             built = factory.build_fn(*arguments)
-            return tree.dict_list_map_outplace(partial(_adapt, linked), built)
+            return tree.dict_list_map_outplace(partial(_adapt, linked, rest), built)
 
         return ShardedTensorFactory(
             leaf.key,
@@ -95,9 +110,11 @@ def _adapt(linked: Mapping[TensorId, tuple[list[Piece], Boxes]], leaf: Any) -> A
             leaf.flattened_range,
         )
     if isinstance(leaf, ShardedTensor):
-        pieces, boxes = linked[leaf.key, tuple(leaf.global_shape)]
-        if pieces:
-            return _in_pieces(leaf, pieces, boxes)
+        tensor = leaf.key, tuple(leaf.global_shape)
+        if tensor in linked:
+            return linked[tensor](leaf)
+    if rest:
+        return leaf
     if isinstance(leaf, (ShardedTensor, ShardedObject)):
         leaf = leaf.data
     return LocalNonpersistentObject(leaf)
@@ -131,7 +148,7 @@ def _near(
 
 
 def _in_pieces(
-    shard: ShardedTensor, pieces: list[Piece], boxes: Boxes
+    pieces: list[Piece], boxes: Boxes, shard: ShardedTensor
 ) -> ShardedTensorFactory:
     """A shard, declared as the ``pieces`` of its global tensor that lie in it.
 

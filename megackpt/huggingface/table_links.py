@@ -34,13 +34,15 @@ def link(
     table: Table,
     tensors: Iterable[TensorId],
     complete: bool = False,
+    rest: bool = False,
 ) -> Links:
     """The pieces of Hugging Face's tensors that each of our tensors consists of.
 
     A tensor that the table maps to None has no pieces. ``complete``: ``tensors`` are all tensors of
     the model. Then each rule must fit one of them (of several rules for the same names, one), every
     Hugging Face element must come from exactly one place, and no layer, block or expert may be
-    missing between two existing ones. Raises MismatchError with everything that does not fit.
+    missing between two existing ones. ``rest``: leave out tensors that fit no rule. Raises
+    MismatchError with everything that does not fit.
     """
     given: object = table
     if not isinstance(given, Mapping) or not all(isinstance(k, str) for k in given):
@@ -70,7 +72,7 @@ def link(
                 else:
                     text = repr(error)
                 problems.append(f"{key!r}, by the rule {entry.pattern!r}: {text}")
-    if unmapped:
+    if unmapped and not rest:
         keys = join_truncated(unmapped, separator=", ")
         problems.insert(
             0, f"no rule fits {keys} (None as a rule: they have no such tensor)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint
 from typing import Any, cast
 
 import numpy as np
@@ -51,6 +52,13 @@ GROUPS = 6
 
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
+Transform = Mapping[str, Any]
+"""Pattern of keys asked for -> rule: see ``megackpt.huggingface``."""
+
+_TRANSFORMED = EntryPoint(
+    "transform", "megackpt.huggingface.states:as_huggingface", "megackpt.tables"
+)
+"""The function for ``transform``: declares a state by the rules of a table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +93,7 @@ class LoadRequest:
     advise: bool = True
     """Name similar stored keys in the text about unexpected ones."""
     settled: Collection[str] = ()
+    transform: Transform | None = None
 
     def __post_init__(self) -> None:
         if self.dtype_policy not in ("convert", "error"):
@@ -96,18 +105,22 @@ class LoadRequest:
             raise ValueError(
                 f"key_map is a mapping or a function, from key to key, not {names!r}"
             )
+        if not isinstance(self.transform, Mapping | None):
+            raise ValueError(
+                f"transform is a mapping, from pattern to rule, not {self.transform!r}"
+            )
 
     def declared(self, manifest: Manifest, values: Mapping[str, Any]) -> LoadRequest:
         """The request for one checkpoint. ``values``: see ``StateOfStored``."""
-        if not isinstance(self.state, StateOfStored):
-            return self
-        state, settled = self.state.declare(manifest, values)
+        state, settled = self.state, self.settled
+        if isinstance(state, StateOfStored):
+            state, settled = state.declare(manifest, values)
+        if self.transform is not None:
+            state = _TRANSFORMED.load()(state, self.transform, rest=True)
         return replace(self, state=state, settled=settled)
 
     def rename(self, declared: Declarations) -> Declarations:
         """The declarations under the keys of the checkpoint, which ``key_map`` gives."""
-        if self.key_map is None:
-            return declared
         renamed = [
             TensorEntry(stored_key(self.key_map, key), meta)
             for key, meta in declared.tensors
@@ -156,7 +169,9 @@ class Comparison:
     def of(cls, request: LoadRequest, manifest: Manifest, rank: int) -> Comparison:
         """Raises MismatchError for keys, shapes and dtypes that differ and may not."""
         extracted = extract(cast("ShardedStateDict", request.state), from_megatron)
-        declared = request.rename(declare(extracted.shards, rank=rank))
+        declared = declare(extracted.shards, rank=rank)
+        if request.key_map is not None:
+            declared = request.rename(declared)
         _refuse_shared_memory(extracted.shards)
         _warn_of_undeclared(extracted, manifest)
         asked = strict.requested(declared)
@@ -279,10 +294,13 @@ def check_coverage(
     if texts:
         about = ""
         if any("optim" in text for text in texts):
-            about = "An optimizer without state asks for none: give it its state before the load. "
+            about = (
+                "The state_dict() of an optimizer without state asks for none: give it its state "
+                "before the load, or the optimizer itself to a CheckpointManager. "
+            )
         logger.warning(
             "%s: stored, but asked for by no rank, so not loaded: %s. (%sTo load a part on "
-            "purpose: strict='raise_unexpected'.)",
+            "purpose: strict='raise_unexpected', or only= of restore.)",
             request.directory,
             join_truncated(texts, GROUPS, ", "),
             about,

@@ -55,6 +55,7 @@ from megackpt.loader.comparison import (
     KeyMap,
     LoadRequest,
     StateOfStored,
+    Transform,
     judge,
     trusted_classes,
 )
@@ -108,6 +109,7 @@ def load(
     dtype_policy: Literal["convert", "error"] = "convert",
     key_map: KeyMap | None = None,
     trusted: Sequence[type] = (),
+    transform: Transform | None = None,
     asynchronous: bool = False,
     process_group: GroupLike = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -138,6 +140,10 @@ def load(
         key_map: key asked for -> key stored: a mapping, which may leave out keys that are
             alike, or a function.
         trusted: classes that objects and the common state may hold beyond the harmless ones.
+        transform: pattern of keys asked for -> how stored tensors make such a tensor: a stored name
+            or a rule (``Fuse``, ``Part``, ``Transpose``, ``Padded`` of ``megackpt.huggingface``);
+            None: it keeps its values; or a function, see ``as_huggingface``. The patterns are those
+            of ``megackpt.huggingface``. Keys that fit none are loaded under their own names.
         asynchronous: return an AsyncLoadRequest when all ranks have compared and planned. A thread
             reads meanwhile. ``wait`` of the request, collective, returns the value.
         timeout: how long any rank waits in one collective step, or in one call to its storage.
@@ -186,6 +192,7 @@ def load(
             key_map,
             verify,
             trusted_classes(trusted),
+            transform=transform,
         )
     )
     if group.size == 1:
@@ -379,9 +386,11 @@ class _LoadOperation:
         self.opened = self.session.open_same(
             place, manifest, asked_format(request.strategy)
         )
+        values = None
         if isinstance(request.state, StateOfStored):
             values = self.pickles(request.state.prefixes)
-            request = self.request = request.declared(manifest, values)
+        if values is not None or request.transform is not None:
+            request = self.request = request.declared(manifest, values or {})
         self.compared = Comparison.of(request, manifest, self.group.rank)
         strategy = loading(request.strategy, *manifest.backend)
         domain = domain_of(strategy.load_group, "load_group")

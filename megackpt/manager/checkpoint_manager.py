@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
@@ -37,7 +37,7 @@ from megackpt.distributed import (
     group_over,
 )
 from megackpt.errors import CheckpointingException, NotACheckpoint, RankLost
-from megackpt.loader.comparison import KeyMap
+from megackpt.loader.comparison import KeyMap, Transform
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.local.checkpoints import LocalCheckpoints
@@ -48,6 +48,7 @@ from megackpt.manager.stateful import (
     Savable,
     StatefulObjects,
     refuse_undeclared,
+    report_kept,
     with_digests,
 )
 from megackpt.option_names import refuse_options
@@ -350,7 +351,10 @@ class CheckpointManager(SaveDecisions):
         dtype_policy: Literal["convert", "error"] = "convert",
         key_map: KeyMap | None = None,
         trusted: Sequence[type] = (),
+        transform: Transform | None = None,
         finite: bool = False,
+        only: Collection[str] | None = None,
+        partial: bool = False,
         **objects: Savable,
     ) -> Restored | None:
         """Load a step, or the newest good one; collective.
@@ -373,6 +377,11 @@ class CheckpointManager(SaveDecisions):
             step: a number, "latest" (or None) for the newest step, "best" for ``best_step()``.
             finite: choose the newest step without noted NaN or infinite values, like ``latest``.
                 The option has no effect with ``step``.
+            transform: see ``megackpt.load``. Steps on the hosts are passed over.
+            only: the names of the objects to restore, of those given: "model", or several.
+                ``strict`` is RAISE_UNEXPECTED then: other stored keys are not warned of.
+            partial: fill what is stored; tensors that are not keep their values, and one INFO line
+                counts both. ``strict`` has no effect, and no older step replaces a damaged one.
             sharded_state_dict, strict and further options: see ``megackpt.load``.
 
         Returns:
@@ -386,6 +395,17 @@ class CheckpointManager(SaveDecisions):
             MismatchError: the checkpoint does not fit the state, or after damage the one before
                 does not hold all keys.
         """
+        if only is not None:
+            names = {only} if isinstance(only, str) else {*only}
+            if not names <= objects.keys():
+                raise ValueError(
+                    f"only={only!r} names an object that is not given: give it, too, as in "
+                    'restore(model=net, only="model")'
+                )
+            objects = {name: objects[name] for name in objects if name in names}
+            strict = StrictHandling.RAISE_UNEXPECTED
+        if partial:
+            strict = StrictHandling.RETURN_UNEXPECTED
         options = {
             "validate_access_integrity": validate_access_integrity,
             "strict": strict,
@@ -393,6 +413,7 @@ class CheckpointManager(SaveDecisions):
             "dtype_policy": dtype_policy,
             "key_map": key_map,
             "trusted": trusted,
+            "transform": transform,
         }
         self._removes = False
         try:
@@ -422,6 +443,9 @@ class CheckpointManager(SaveDecisions):
             refuse_undeclared(sharded_state_dict, state)
             with self._group() as group:
                 stateful.load(state, group)
+                if partial:
+                    report_kept(group, state, whole[2])
+                    found = found._replace(state=state)
         return found
 
     def close(self, abort: bool = False) -> None:
@@ -504,5 +528,5 @@ class CheckpointManager(SaveDecisions):
 _OPTIONS = {
     *signature(CheckpointManager.save).parameters,
     *signature(CheckpointManager.restore).parameters,
-} - {"objects"}
+}
 """Names that no object has: it could be saved, and not be restored."""

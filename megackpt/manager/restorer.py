@@ -88,7 +88,8 @@ class Restorer:
                     f"the ranks restore different steps, all must agree: here {wanted}"
                 )
         hosts = None
-        if self._local is not None:
+        # A rank's local file lacks regions that a transform may ask for.
+        if self._local is not None and options["transform"] is None:
             hosts = self._local.begin_restore()
         if wanted is None:
             restored = self._newest(state_dict, options, finite, hosts)

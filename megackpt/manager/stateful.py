@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from megackpt import limits, tree
 from megackpt.adapters.dtensor import holders_of, sharded
 from megackpt.distributed import Group, GroupLike, attempt
-from megackpt.errors import MismatchError, ShardingError, shown
+from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.loader.comparison import KeyMap, StateOfStored
 from megackpt.loader.load_session import whole
 from megackpt.manager.optimizer_state import (
@@ -56,14 +56,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.manager")
 
-_MANAGER_OPTIONS = {
-    "checkpoint_dir",
-    "sharded_strategy",
-    "async_sharded_save",
-    "process_group",
-    "timeout",
-}
-"""Options of ``megackpt.save`` and ``load`` that are the same for all steps of a manager."""
 _DICT_OPTIONS = ("content_metadata", "key_map", "sharded_state_dict")
 """Options whose value may be a dict, as an object may be."""
 _TENSORS = "tensors of the optimizer"
@@ -99,26 +91,21 @@ class StatefulObjects:
     def __init__(
         self,
         objects: Mapping[str, Savable],
-        process_group: GroupLike = None,
-        options: Collection[str] = (),
+        process_group: GroupLike,
+        options: Collection[str],
     ) -> None:
-        if names := sorted(_MANAGER_OPTIONS & objects.keys()):
-            raise ValueError(
-                f"{', '.join(names)} cannot be given for one step: the manager's own is used for "
-                "all"
-            )
         for name, value in objects.items():
             close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE) or [name]
             if name in options or (close != [name] and isinstance(value, dict)):
                 raise TypeError(
-                    f"{name}={shown(value)} would be an object with this name, and {close[0]} is "
+                    f"{name}={value!r:.60} would be an object with this name, and {close[0]} is "
                     "an option of save or restore: correct it, or choose a name that is less like "
                     f"it, such as my_{name}="
                 )
             advice = f": give it as extra={{{name!r}: ...}}"
             if not isinstance(value, (HasState, dict)):
                 raise TypeError(
-                    f"{name}={shown(value)} is neither an option nor an object with state_dict() "
+                    f"{name}={value!r:.60} is neither an option nor an object with state_dict() "
                     "and load_state_dict(), nor a dict"
                     f"{meant_by(name, value, options) or advice}"
                 )
@@ -249,7 +236,9 @@ class StatefulObjects:
         for name, value in self._objects.items():
             try:
                 if isinstance(value, Module):
-                    set_model_state_dict(value, state[name], options=_NOT_STRICT)
+                    # A partial load may have found nothing.
+                    own = state.get(name, {})
+                    set_model_state_dict(value, own, options=_NOT_STRICT)
                 elif name in self._optimizers:
                     tensors = state.get(name, {}).get(_TENSORS, {})
                     state[name] = self._optimizers[name].load(tensors)
@@ -416,6 +405,17 @@ def with_digests(
                 if data.nbytes < limits.COMMON_STATE_WARNING_BYTES:
                     view[leaf.key] = digest(b"".join(pieces(data.detach())))
     return view
+
+
+def report_kept(group: Group, state: Mapping[Any, Any], kept: set[str]) -> None:
+    """Log what a partial load has filled on this rank, and the keys that are not stored."""
+    logger.log(
+        logging.INFO if group.is_coordinator else logging.DEBUG,
+        "partial: %d tensors are filled; %d keys are not stored, and keep their values: %s",
+        sum(isinstance(leaf, torch.Tensor) for leaf in tree.nested_values(state)),
+        len(kept),
+        join_truncated(sorted(kept), separator=", "),
+    )
 
 
 def refuse_undeclared(asked: ShardedStateDict | None, state: Mapping[Any, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from megackpt import limits, tree
-from megackpt.errors import MismatchError, ShardingError, join_truncated, shown
+from megackpt.errors import MismatchError, ShardingError, join_truncated
 from megackpt.planning.manifest import COMMON_KEY
 from megackpt.state.storable import (
     SHARDED,
@@ -67,17 +67,16 @@ def extract(
     """
     given: object = state
     if not isinstance(given, dict):
-        advice = "are arguments swapped? save(state, directory), restore(state, step=3)"
+        advice = (
+            "give the state of an object, megackpt.sharded(net.state_dict()), or the object to a "
+            "CheckpointManager, save(step, model=net). Are arguments swapped? save(state, "
+            "directory), restore(state, step=3)"
+        )
         if isinstance(given, (list, tuple)):
             advice = "put it into one, under a key"
-        elif is_stateful(given):
-            advice = (
-                "give it to a CheckpointManager by name (save(step, model=net)), or "
-                "megackpt.sharded(net.state_dict())"
-            )
-        kind = type(given).__name__
         raise ShardingError(
-            f"a sharded state dict must be a dict, not a {kind}: {advice}. Given: {shown(given)}"
+            f"a sharded state dict must be a dict, not a {type(given).__name__}: {advice}. "
+            f"Given: {given!r:.60}"
         )
     built, factories, problems = _built(state, native)
     shards: list[ShardedTensor | ShardedObject] = []

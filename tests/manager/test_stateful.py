@@ -120,7 +120,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
             manager.save(1, model=run.model, **values)
     with pytest.raises(TypeError, match="content_metadata is an option of save or"):
         manager.restore(model=run.model, content_metadata={})
-    with pytest.raises(ValueError, match="timeout cannot be given for one step"):
+    with pytest.raises(
+        TypeError, match=r"timeout=3 .*: give it once, to CheckpointMan"
+    ):
         manager.save(1, model=run.model, timeout=3)
     with pytest.raises(ValueError, match="nothing to save"):
         manager.save(1)

@@ -6,6 +6,7 @@ The names of other libraries' options are a table of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ MISTAKES: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (
         lambda r: r.save(4, torch.ones(2)),
         ShardingError,
-        ("not a Tensor", "Given: tensor([1., 1.])", "save(state, directory)"),
+        ("not a Tensor", "Given: tensor([1., 1.])", "sharded(net.state_dict())"),
     ),
     (
         lambda r: megackpt.save(r.root / "x", r.net.state_dict()),
@@ -238,11 +239,12 @@ def test_an_option_of_another_library_is_answered_with_ours(
     run: Run, name: str
 ) -> None:
     given: dict[str, Any] = {name: 7}
-    calls = (
-        lambda: CheckpointManager(run.root, **given),
+    calls = [
         lambda: run.save(4, model=run.net, **given),
         lambda: run.restore(model=run.net, **given),
-    )
+    ]
+    if name not in signature(CheckpointManager).parameters:
+        calls.append(lambda: CheckpointManager(run.root, **given))
     for call in calls:
         with pytest.raises(TypeError, match=rf"\b{name}=7.*: give ") as caught:
             call()
