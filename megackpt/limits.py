@@ -41,6 +41,8 @@ CONTROL_MESSAGE_BYTES = 1 << 34
 """Bytes. A larger message between ranks is refused."""
 WORKER_STOP_SECONDS = 5.0
 """Seconds. A cancelled asynchronous save or load has so long to stop by itself."""
+EXIT_SECONDS = 60.0
+"""Seconds. At the end of a process, a save in flight whose disk or ranks do not answer so long is lost."""
 
 # Saving.
 

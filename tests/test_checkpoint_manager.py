@@ -14,6 +14,7 @@ import torch
 from megackpt import ShardedTensor
 from megackpt.checkpoint import begin, clear, directory_target, remove
 from megackpt.checkpoint.marker import Marker
+from megackpt.distributed import SingleGroup
 from megackpt.errors import (
     CheckpointingException,
     NotACheckpoint,
@@ -245,23 +246,30 @@ def test_in_a_bucket(bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert restored(CheckpointManager(root), step=7) == (7, 7, [])
 
 
-@pytest.mark.parametrize(
-    ("code", "stays"), [(None, True), (0, True), (1, False), ("why", False)]
-)
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("code", [None, 0, 1, "why"])
 def test_leaving_by_sys_exit(
-    tmp_path: Path, code: Any, stays: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, code: Any, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def train() -> None:
-        with CheckpointManager(tmp_path, asynchronous=True) as manager:
-            manager.save(1, state(1))
+    """After an error other ranks may not come; one process commits its save."""
+
+    def train(group: ThreadedGroup) -> None:
+        ranks = group if size > 1 else SingleGroup()
+        with CheckpointManager(
+            tmp_path, asynchronous=True, process_group=ranks
+        ) as manager:
+            manager.save(1, state(1, group.rank, size))
             sys.exit(code)
 
-    with pytest.raises(SystemExit):
-        train()
+    def rank(group: ThreadedGroup) -> None:
+        with pytest.raises(SystemExit):
+            train(group)
+
+    ThreadedGroup.run(size, rank)
+    stays = size == 1 or not code
     assert (restored(CheckpointManager(tmp_path)) == (1, 1, [])) is stays
-    assert (
-        "given up, as other ranks may not come: iter_0000001" in caplog.text
-    ) is not stays
+    lost = f"the process ends (SystemExit({code!r})) before these saves are committed"
+    assert (lost in caplog.text) is not stays
 
 
 def test_ranks_that_ask_for_different_steps(tmp_path: Path) -> None:

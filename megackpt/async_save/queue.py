@@ -7,6 +7,7 @@ import concurrent.futures.thread  # registers its exit hook before ours
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Literal
 from zlib import crc32
 
-from megackpt import events
+from megackpt import events, limits
 from megackpt.async_save.request import AsyncRequest, Pending
 from megackpt.async_save.task import Task, ThreadWorker, Worker
 from megackpt.distributed import DEFAULT_TIMEOUT, Attempt, Busy, GroupLike, attempt
@@ -32,8 +33,9 @@ _RANKS = 1 << 32
 _HEARTBEAT = 0.5
 """Seconds after which a rank votes in a blocking call although its task has not ended."""
 
-_unfinished: set[AsyncCallsQueue] = set()
-"""Queues with unfinalized requests; kept here even if the caller drops them."""
+_unfinished: dict[AsyncCallsQueue, None] = {}
+"""Queues with unfinalized requests, in an order that is the same on all ranks; kept here even if
+the caller drops them."""
 
 
 class FailurePolicy:
@@ -185,7 +187,7 @@ class AsyncCallsQueue:
             call = _Call(self._index, request, pending)
             try:
                 self._calls.append(call)
-                _unfinished.add(self)
+                _unfinished[self] = None
                 error = attempt(lambda: self._get_worker().start(pending.task)).error
                 if error is not None:
                     pending.task.finish(Attempt(None, error))
@@ -306,6 +308,30 @@ class AsyncCallsQueue:
         if failed is not None:
             raise failed
 
+    def end(self, raised: BaseException | None) -> None:
+        """Finalize all requests at the end of the process. A loss is logged as an ERROR.
+
+        ``raised``: the exception that ends this rank. Other ranks may not come then, so their
+        requests are given up; without other ranks the requests are finalized. A worker or rank that
+        does not answer for ``EXIT_SECONDS`` is given up.
+        """
+        saves, seconds = self.status(), limits.EXIT_SECONDS
+        self._timeout = min(self._timeout, timedelta(seconds=seconds))
+        is_alone = True
+        for call in self._calls:
+            if (group := call.pending.group) is not None:
+                group.timeout = min(group.timeout, seconds)
+                is_alone &= group.size == 1
+        if raised is None or is_alone:
+            raised = attempt(self.close).error
+        if raised is not None:
+            logger.error(
+                "the process ends (%r) before these saves are committed on all ranks: %s",
+                raised,
+                saves,
+            )
+            self.close(abort=True)
+
     def _end(self) -> None:
         while self._calls:
             self._give_up(self._calls[0])
@@ -407,7 +433,7 @@ class AsyncCallsQueue:
         if self._calls:
             self._calls[0].timed_from = time.monotonic()
         else:
-            _unfinished.discard(self)
+            _unfinished.pop(self, None)
         return True
 
     def _give_up(self, call: _Call) -> bool:
@@ -437,14 +463,9 @@ def _given_up_if_interrupted(request: AsyncRequest) -> Iterator[None]:
 
 
 def _end_of_process() -> None:
-    """Warn of unfinalized saves, and give them up. Leave threads whose disk may hang."""
+    """Finalize saves in flight. Leave threads whose disk may hang."""
     for queue in list(_unfinished):
-        logger.warning(
-            "the process ends before these saves are finalized, so they are not committed "
-            "(AsyncCallsQueue.close() finalizes them): %s",
-            queue.status(),
-        )
-        queue.close(abort=True)
+        queue.end(getattr(sys, "last_value", None))  # the exception that was printed
     # Python waits for the threads of pools, also for daemon threads whose disk hangs.
     threads = getattr(concurrent.futures.thread, "_threads_queues", {})
     for thread in list(threads):

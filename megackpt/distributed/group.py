@@ -54,6 +54,8 @@ class Group(ABC):
 
     rank: int
     size: int
+    timeout: float = math.inf
+    """Seconds that ranks wait for one another."""
 
     @property
     def lost_at(self) -> float:

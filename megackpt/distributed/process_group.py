@@ -235,8 +235,8 @@ class ProcessGroup(RankGroup):
         self.thread = threading.get_ident()
         self._ranks = ranks
         self._tree = ranks.tree
-        self._timeout = timeout.total_seconds()
-        self.step = CollectiveStep(call, 0, self._timeout, "", "", "")
+        self.timeout = timeout.total_seconds()
+        self.step = CollectiveStep(call, 0, self.timeout, "", "", "")
         self._parts: list[Part[Any]] = []  # of this collective step, done
         self._addresses: dict[int, Address] = {}
 
@@ -256,7 +256,7 @@ class ProcessGroup(RankGroup):
         super().__exit__(kind, error, _)
 
     def run(self, work: Coroutine[Any, Any, T], stage: str = "") -> T:
-        limit = 2 * self._timeout + _MARGIN
+        limit = 2 * self.timeout + _MARGIN
         return self._result(self._tree.start(work), stage, limit)
 
     def _result(self, future: Future[T], stage: str, seconds: float | None) -> T:
@@ -286,7 +286,7 @@ class ProcessGroup(RankGroup):
             )
         else:
             text = (
-                f"the ranks lost one another in the stage {stage!r} (timeout {self._timeout:g} s): "
+                f"the ranks lost one another in the stage {stage!r} (timeout {self.timeout:g} s): "
                 f"{who}.\n  {ADVICE}"
             )
         return RankLost(text, verdict.missing)
@@ -322,7 +322,7 @@ class ProcessGroup(RankGroup):
         running = events.current().operation
         number = self.step.number + 1
         step = CollectiveStep(
-            self.call, number, self._timeout, stage, running.name, running.path
+            self.call, number, self.timeout, stage, running.name, running.path
         )
         self._tree.calls.steps[self.call] = step
         self.step, self._parts = step, []

@@ -451,6 +451,9 @@ class CheckpointManager(SaveDecisions):
     def close(self, abort: bool = False) -> None:
         """Commit running saves (collective), or with ``abort`` drop them (not collective).
 
+        At the end of a ``with`` block that raised, the saves of several ranks are dropped, as other
+        ranks may not come: an ERROR in the log. The saves of one process are committed.
+
         Then wait for the removal of older steps. StorageError if the storage does not answer.
         """
         local = Attempt[None](None)
@@ -483,8 +486,7 @@ class CheckpointManager(SaveDecisions):
         is_success = isinstance(error, SystemExit) and error.code in (None, 0)
         abort = error is not None and not is_success
         if abort and self._queue.get_num_unfinalized_calls():
-            text = "given up, as other ranks may not come: %s"
-            logger.warning(text, self._queue.status())
+            self._queue.end(error)
         self.close(abort)
 
     def _group(self) -> Group:

@@ -50,7 +50,7 @@ class Dripping(Source):
     def __init__(self, data):
         self.data = data
     def blocks(self, row):
-        time.sleep(0.05)
+        time.sleep(0.002)
         with Path("begun").open("a") as file:
             print(row, file=file)
         return self.data.blocks(row)
@@ -66,6 +66,8 @@ from pathlib import Path
 import torch, megackpt
 from megackpt import AsyncCallsQueue, ShardedTensor
 from slow import Slow
+
+megackpt.limits.EXIT_SECONDS = megackpt.limits.WORKER_STOP_SECONDS = 1.0
 
 def state(value):
     return {"w": ShardedTensor.from_rank_offsets("w", torch.full((1000,), value)), "value": value}
@@ -121,7 +123,7 @@ def started(folder: Path, later: str) -> subprocess.Popen[str]:
 def test_the_process_ends_with_a_save_in_flight(
     tmp_path: Path, later: str, ways: list[str]
 ) -> None:
-    """Nothing hangs or makes noise; the old checkpoint stands; the next save clears up."""
+    """The disk hangs: the loss is one line, the old checkpoint stands, and the next save clears up."""
     processes = {}
     for how in ways:
         folder = tmp_path / how
@@ -135,7 +137,7 @@ def test_the_process_ends_with_a_save_in_flight(
         assert process.returncode == ENDS[how][1], told
         assert out == "", told
         assert err.count("Traceback") == (how == "exception"), told
-        assert err.count("these saves are finalized") == (how in TELLING), told
+        assert err.count("before these saves are committed") == (how in TELLING), told
         assert "Fatal" not in err, told
         assert megackpt.load({"value": 0.0}, folder / "c")["value"] == 1.0, told
         if later == "process":
@@ -155,7 +157,7 @@ def test_the_process_ends_with_a_save_in_flight(
 @pytest.mark.parametrize(
     "how", ["end of main", pytest.param("exception", marks=pytest.mark.slow)]
 )
-def test_the_process_does_not_write_to_the_end_first(tmp_path: Path, how: str) -> None:
+def test_one_process_writes_to_the_end_first(tmp_path: Path, how: str) -> None:
     (tmp_path / "slow.py").write_text(DRIPPING)
     many = '{f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(9)) for i in range(400)}'
     (tmp_path / "script.py").write_text(
@@ -164,9 +166,9 @@ def test_the_process_does_not_write_to_the_end_first(tmp_path: Path, how: str) -
     process = started(tmp_path, "thread")
     told = process.communicate(timeout=120)
     assert process.returncode == ENDS[how][1], told
-    assert "these saves are finalized" in told[1], told
-    assert 0 < len((tmp_path / "begun").read_text().splitlines()) < 200, told
-    assert megackpt.load({"value": 0.0}, tmp_path / "c")["value"] == 1.0, told
+    assert "before these saves are committed" not in told[1], told
+    assert len((tmp_path / "begun").read_text().splitlines()) >= 400, told
+    assert len(megackpt.load_tensors_metadata(tmp_path / "c")) == 400, told
     assert {p.name for p in tmp_path.iterdir()} - {"__pycache__"} == {
         "c",
         "begun",
