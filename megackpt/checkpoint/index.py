@@ -18,8 +18,9 @@ by the shape of the chunk, and the remainder. In regular grids the quotients are
 remainders are all zero and take no bytes.
 
 Optional: two columns of tensors, the elements that are NaN or infinite, and the bits of the
-largest magnitude of the finite ones as float32 (-1: not known); and the field ``differing`` of the
-head, keys of tensors whose replicas differed.
+largest magnitude of the finite ones as float32 (-1: not known); and the fields ``differing`` of the
+head, keys of tensors whose replicas differed, and ``milliseconds`` from the
+call of the save to its commit (0: not known).
 
 Every version begins with the magic and the version, and ends with the digest. A later release may
 add fields to the head, and columns that its field ``optional`` names: readers ignore unknown ones.
@@ -160,6 +161,7 @@ class Head:
     layouts: dict[str, Layout]
     """All columns in the order of their bytes, with optional ones that are not known."""
     differing: tuple[str, ...]
+    milliseconds: int
 
 
 def parse_head(text: bytes) -> Head:
@@ -199,6 +201,7 @@ def parse_head(text: bytes) -> Head:
             (_natural(keys), _natural(files)),
             layouts,
             _strings(head.get("differing", [])),
+            _natural(head.get("milliseconds", 0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
@@ -288,6 +291,7 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         head.save_id,
         values=_values(columns, metas),
         differing=head.differing,
+        milliseconds=head.milliseconds,
     )
 
 
@@ -474,6 +478,7 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         "derived": derived,
         "text": [len(key_bytes), len(file_bytes)],
         "columns": {name: astuple(layout) for name, (layout, _) in packed.items()},
+        "milliseconds": manifest.milliseconds,
     }
     if manifest.values is not None:
         head["optional"] = list(OPTIONAL)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -128,6 +130,8 @@ class SaveSession:
             with self._executor.waiting_for_ranks():
                 ask()
 
+        seconds = time.perf_counter() - self.total.started_at
+        manifest = replace(manifest, milliseconds=1 + int(1000 * seconds))
         commit = self.begun.commit
         # A caller without a group makes the events.
         is_operation = bool(self.total.operation.name)

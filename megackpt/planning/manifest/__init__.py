@@ -174,6 +174,7 @@ class Manifest:
         values: what the save has noted about the tensors' values, if it was asked to.
         differing: keys of the tensors whose replicas differed when they were saved; see
             ``Strategy.on_mismatch``.
+        milliseconds: how long the save took up to its commit; 0 if that is not known.
         tables: the files without chunks that ``Backend.read_manifest`` read it from, but for
             ``metadata.json``. Our index does not have it: it names such files with their digests.
     """
@@ -188,6 +189,7 @@ class Manifest:
     tables: tuple[str, ...] = ()
     values: TensorValues | None = None
     differing: tuple[str, ...] = ()
+    milliseconds: int = 0
 
     @classmethod
     def of(
