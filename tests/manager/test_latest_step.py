@@ -14,6 +14,7 @@ import megackpt
 from megackpt import ShardedTensor
 from megackpt.checkpoint import (
     remove,
+    run_directory,
 )
 from megackpt.errors import (
     CheckpointReplaced,
@@ -27,7 +28,6 @@ from megackpt.loader import load_session
 from megackpt.manager import (
     CheckpointManager,
     restorer,
-    run_directory,
 )
 from megackpt.testing import ThreadedGroup
 from tests.manager.runs import (

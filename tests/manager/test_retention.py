@@ -16,6 +16,7 @@ from megackpt.checkpoint import (
     begin,
     clear,
     remove,
+    run_directory,
 )
 from megackpt.checkpoint.run_directory import NAMINGS
 from megackpt.errors import (
@@ -26,7 +27,6 @@ from megackpt.errors import (
 from megackpt.manager import (
     CheckpointManager,
     retention,
-    run_directory,
 )
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.retention import Retention
