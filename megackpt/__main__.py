@@ -151,9 +151,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         "those with the best metrics, as given to CheckpointManager.save, stay as well"
     )
     prune.add_argument("--keep-best", **number, help=help_text)
-    help_text = "which metrics are best (default: lowest)"
-    choices = ("lowest", "highest")
-    prune.add_argument("--best", choices=choices, default="lowest", help=help_text)
+    help_text = "the metric that is compared (default: metric)"
+    prune.add_argument("--best-metric", default="metric", help=help_text)
+    help_text = "whether the lowest or the highest is best (default: min)"
+    modes = ("min", "max")
+    prune.add_argument("--best-mode", choices=modes, default="min", help=help_text)
     help_text = "those that are not older stay as well"
     prune.add_argument("--keep-days", type=_tolerance, metavar="DAYS", help=help_text)
     help_text = "remove nothing, and list what would be removed"

@@ -67,12 +67,12 @@ export_huggingface("run", "out", {"a.*": "*"}, {}, overwite=True)  # call-arg
 
 # The checkpoints of a run.
 manager = CheckpointManager(
-    "run", asynchronous="process", naming="plain", best="highest"
+    "run", asynchronous="process", naming="plain", best_mode="max"
 )
 CheckpointManager("run", asynchronous="processes")  # arg-type
 CheckpointManager("run", naming="orbax")  # arg-type
 CheckpointManager("run", on_error="log")  # arg-type
-CheckpointManager("run", best="smallest")  # arg-type
+CheckpointManager("run", best_mode="smallest")  # arg-type
 CheckpointManager("run", keep_lats=3)  # arg-type
 manager.on_signal(signal.SIGTERM)
 manager.save(1, state, overwrite=False)

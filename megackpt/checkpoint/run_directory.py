@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import operator
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from megackpt import strategies
@@ -83,7 +82,7 @@ NAMINGS = (
 )
 
 METRICS = "megackpt_metrics.json"
-"""Step -> metric, of the complete steps."""
+"""Step -> name -> metric, of the complete steps. Earlier versions: step -> metric."""
 _MAX_METRICS_BYTES = 1 << 26
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 """Files that name the latest step: by number (Megatron, verl) or by directory (DeepSpeed)."""
@@ -120,8 +119,10 @@ class Step:
     """When its newest file was written, in seconds since 1970."""
     read_only: bool = False
     """Whether another library has written it, in a format that megackpt only reads."""
-    metric: float | None = None
-    """The ``metric`` given to the manager's ``save``."""
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """The ``metrics`` given to the manager's ``save``, and its ``metric`` by this name."""
+    seconds: float | None = None
+    """How long the save took up to its commit; None if the checkpoint does not record it."""
 
     def __repr__(self) -> str:
         state = self.reason or "complete"
@@ -148,6 +149,16 @@ class Restored(NamedTuple):
         return (
             f"<Restored: step {self.step} from {self.source}, {skipped} newer skipped>"
         )
+
+
+@dataclass(frozen=True)
+class SaveStatus:
+    """What ``save_if_due`` has done; the same on all ranks."""
+
+    saved: bool
+    """Whether the step was saved, or an asynchronous save of it has begun."""
+    should_stop: bool
+    """Whether a signal has announced the end of a rank. All saves are complete then."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +223,8 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     except StorageError as error:
         logger.warning("%s", error)
     steps = [
-        replace(s, metric=metrics.get(-1 if s.step is None else s.step)) for s in steps
+        replace(s, metrics=metrics.get(-1 if s.step is None else s.step, {}))
+        for s in steps
     ]
     steps.sort(key=lambda s: (s.step is None, s.step or 0, s.name))
     trackers = [_judge(tracker, steps) for tracker in run.trackers]
@@ -329,19 +341,22 @@ class RunDirectory:
         return found
 
 
-def read_metrics(root: Storage) -> dict[int, float]:
-    """The metrics of a run's steps; NaN is none. Raises StorageError if the file cannot be read."""
+def read_metrics(root: Storage) -> dict[int, dict[str, float]]:
+    """The metrics of a run's steps. Raises StorageError if the file cannot be read."""
+    metrics: dict[int, dict[str, float]] = {}
     if root.size(METRICS) is None:
-        return {}
+        return metrics
     try:
         found = json.loads(root.get(METRICS, _MAX_METRICS_BYTES))
-        metrics = {int(step): float(metric) for step, metric in found.items()}
+        for step, given in found.items():
+            named = given if isinstance(given, dict) else {"metric": given}
+            metrics[int(step)] = {name: float(value) for name, value in named.items()}
     except (ValueError, TypeError, AttributeError) as error:
         path = f"{root.location}/{METRICS}"
         raise StorageError(
             f"{path} holds no metrics of steps: {error}; move it away"
         ) from error
-    return {step: m for step, m in metrics.items() if not math.isnan(m)}
+    return metrics
 
 
 def naming_of(style: str) -> Naming:
@@ -450,7 +465,10 @@ def _with_sizes(step: Step, storage: Storage | None, compares: bool) -> Step:
                 total += sum(size for size, _ in small.values())
                 count = len(manifest.files) + len(small) + 1
                 saved = storage.modified(INDEX) or 0.0
-                step = replace(step, bytes=total, files=count, saved=saved)
+                seconds = manifest.milliseconds / 1000 or None
+                step = replace(
+                    step, bytes=total, files=count, saved=saved, seconds=seconds
+                )
                 short = compares and shortfalls(storage, manifest)
                 if short:
                     step = replace(step, complete=False, reason=str(short[0]))

@@ -178,7 +178,8 @@ def prune(options: argparse.Namespace) -> Answer:
             options.keep_last,
             options.keep_every,
             options.keep_best,
-            options.best,
+            options.best_metric,
+            options.best_mode,
             keep_for,
         )
     except (ValueError, OverflowError) as error:

@@ -150,6 +150,8 @@ def _format(name: str, value: Any) -> str:
         text = format_size(value)
     elif name == "saved":
         text = format_age(value)
+    elif name == "metrics":
+        text = " ".join(f"{metric}={value[metric]:.9g}" for metric in value) or "-"
     elif isinstance(value, float):
         text = f"{value:.9g}"
     elif value is not given:

@@ -54,7 +54,7 @@ class Trainer(transformers.Trainer):
             "naming": "transformers",
             "asynchronous": True,
             "keep_last": self.args.save_total_limit,
-            "best": "highest" if self.args.greater_is_better else "lowest",
+            "best_mode": "max" if self.args.greater_is_better else "min",
         }
         settings |= checkpoint_options or {}
         if settings["keep_last"] and self.args.metric_for_best_model is not None:

@@ -22,6 +22,7 @@ from megackpt.checkpoint.run_directory import (
     TRACKERS,
     NamingStyle,
     Restored,
+    SaveStatus,
     Step,
     list_run,
     naming_of,
@@ -74,12 +75,15 @@ class CheckpointManager(SaveDecisions):
         keep_last: number of the newest steps that stay (None: all). Older ones are removed when
             a newer one is complete.
         keep_every: steps that this number divides stay as well.
-        keep_best: this number of steps stay as well: the steps with the best ``metric`` given to
-            ``save``.
-        best: which metrics are the best ones, the "lowest" or the "highest".
+        keep_best: this number of steps stay as well: the steps with the best ``best_metric``
+            among the ``metrics`` given to ``save``.
+        best_mode: the best is the lowest ("min") or the highest ("max").
         keep_for: steps younger than this stay as well.
+        keep_fn: steps for which it is true stay as well. Rank 0 calls it, for a step to be saved
+            and, in a thread, for older steps.
         save_interval: ``should_save`` is true for steps that this number divides,
-        save_every_minutes: and if this number of minutes has passed since the last save began.
+        save_every_minutes: and if this number of minutes has passed since the last save began,
+        should_save_fn: and for steps for which it is true; rank 0 calls it.
         asynchronous: write while training continues, in a "thread" (True) or a "process".
         naming: the names of step directories: "megatron" (``iter_0000100``, with Megatron's
             tracker file), "torchtitan", "transformers", "deepspeed" or "plain". Steps of all
@@ -104,10 +108,13 @@ class CheckpointManager(SaveDecisions):
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
-        best: Literal["lowest", "highest"] = "lowest",
+        best_metric: str = "metric",
+        best_mode: Literal["min", "max"] = "min",
         keep_for: timedelta | None = None,
+        keep_fn: Callable[[int], bool] | None = None,
         save_interval: int | None = None,
         save_every_minutes: float | None = None,
+        should_save_fn: Callable[[int], bool] | None = None,
         asynchronous: bool | Literal["thread", "process"] = False,
         naming: NamingStyle = "megatron",
         process_group: GroupLike = None,
@@ -125,10 +132,18 @@ class CheckpointManager(SaveDecisions):
                 f"asynchronous is False, True, 'thread' or 'process', not {asynchronous!r}"
             )
         every = None if local is None else local.every
-        super().__init__(save_interval, save_every_minutes, every)
+        super().__init__(save_interval, save_every_minutes, every, should_save_fn)
         self.root = absolute(root)
         self._naming = naming_of(naming)
-        rules = KeepRules(keep_last, keep_every, keep_best, best, keep_for)
+        rules = KeepRules(
+            keep_last,
+            keep_every,
+            keep_best,
+            best_metric,
+            best_mode,
+            keep_for,
+            keep_fn,
+        )
         self._retention = Retention(self.root, self._naming, rules)
         self._strategy = rules.refuse_unindexed(strategy)
         self._worker = _WORKERS[asynchronous]
@@ -175,6 +190,7 @@ class CheckpointManager(SaveDecisions):
         sharded_state_dict: ShardedStateDict | None = None,
         *,
         asynchronous: bool | None = None,
+        metrics: Mapping[str, float] | None = None,
         metric: float | None = None,
         validate_access_integrity: bool = True,
         preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
@@ -198,13 +214,14 @@ class CheckpointManager(SaveDecisions):
             step: 0 or more.
             asynchronous: for this step, instead of the manager's setting; the kind of worker is
                 always the manager's.
-            metric: for ``keep_best``; the value of rank 0 counts.
+            metrics: numbers by name, such as ``{"loss": 1.2}``, for ``keep_best`` and
+                ``Step.metrics``; rank 0's count. NaN is not compared.
+            metric: short for ``metrics={"metric": ...}``.
             sharded_state_dict, overwrite and further options: see ``megackpt.save``, which also
                 documents the errors.
         """
         step = step_number(step)
-        if metric is not None:
-            metric = float(metric)
+        numbers = self._retention.rules.check_metrics(metrics, metric)
         if asynchronous is not None and type(asynchronous) is not bool:
             raise ValueError(
                 f"asynchronous is True, False or None for one step, not {asynchronous!r}: the kind "
@@ -214,6 +231,8 @@ class CheckpointManager(SaveDecisions):
             raise ValueError("nothing to save: give objects by name, or a state dict")
         if asynchronous is None:
             asynchronous = self._worker is not None
+        # Retention logs an error of the function; here it is raised.
+        self._ask("keep_fn", self._retention.rules.keep_fn, step)
         stateful = StatefulObjects(objects, self._process_group, _OPTIONS)
         state = stateful.declare(sharded_state_dict)
         local = Attempt[None](None)
@@ -237,7 +256,7 @@ class CheckpointManager(SaveDecisions):
             self._queue.maybe_finalize_async_calls(blocking=True)
         self._last_save_began = time.monotonic()
         is_coordinator = coordinates(self._process_group)
-        committed = partial(self._on_commit, step, is_coordinator, metric)
+        committed = partial(self._on_commit, step, is_coordinator, numbers)
         path = self.path(step)
         given = preprocess_common_before_consistancy_check
         comparable = partial(with_digests, state, stateful.plain, given)
@@ -273,6 +292,32 @@ class CheckpointManager(SaveDecisions):
             self._queue.schedule_async_request(request)
         local.get()
         return request
+
+    def save_if_due(
+        self,
+        step: int,
+        sharded_state_dict: ShardedStateDict | None = None,
+        *,
+        last: bool = False,
+        **options: Any,
+    ) -> SaveStatus:
+        """``poll``, and ``save`` the step if ``should_save`` is true; collective.
+
+        Call it once per training step. After a signal (``on_signal``) it saves the step, waits
+        until all saves are complete, and says ``should_stop``.
+
+        Args:
+            last: as for ``should_save``.
+            sharded_state_dict, options: as for ``save``, with objects by name.
+        """
+        self.poll()
+        is_due = self.should_save(step, last=last)
+        failed = self.failed_saves
+        if is_due:
+            self.save(step, sharded_state_dict, **options)
+        if self._is_preempted:
+            self.finalize()
+        return SaveStatus(is_due and self.failed_saves == failed, self._is_preempted)
 
     def poll(self) -> list[int]:
         """Commit the asynchronous saves that all ranks have written, and return their steps.
@@ -322,16 +367,16 @@ class CheckpointManager(SaveDecisions):
 
         def find(advance: Advance) -> Found:
             read = advance if verify else None
-            damage = self._retention.damage
-            return find_latest(self._retention, damage, read, own, finite)
+            known = self._retention.damage.get
+            return find_latest(self._retention, known, read, own, finite)
 
         return self._restorer.on_coordinator(find)[0]
 
     def best_step(self) -> int | None:
-        """The undamaged step with the best ``metric`` given to ``save``; collective.
+        """The undamaged step with the best metric; collective. Of equal ones the newest counts.
 
-        ``best`` of the manager says which metric that is; of equal ones the newest step counts.
-        Files are checked as by ``latest``. None if no complete step has a metric.
+        ``best_metric`` and ``best_mode`` of the manager say which metric that is. Files are checked
+        as by ``latest``. None if no complete step has this metric.
         """
         return self._restorer.on_coordinator(partial(find_best, self._retention))
 
@@ -423,9 +468,10 @@ class CheckpointManager(SaveDecisions):
         if step == "best":
             step = self.best_step()
             if step is None:
+                name = self._retention.rules.best_metric
                 raise NotACheckpoint(
-                    f"no complete step in {self.root} has a metric: give one to save(step, "
-                    "..., metric=loss)"
+                    f"no complete step in {self.root} has the metric {name!r} (best_metric): give "
+                    f"it to save(step, ..., metrics={{{name!r}: ...}})"
                 )
         if isinstance(step, str):
             if step != "latest":
@@ -501,7 +547,9 @@ class CheckpointManager(SaveDecisions):
         self._finalized_steps.clear()
         return steps
 
-    def _on_commit(self, step: int, is_coordinator: bool, metric: float | None) -> None:
+    def _on_commit(
+        self, step: int, is_coordinator: bool, metrics: dict[str, float]
+    ) -> None:
         """Called on all ranks when a step is complete."""
         self._in_flight.discard(step)
         if not is_coordinator:
@@ -512,12 +560,14 @@ class CheckpointManager(SaveDecisions):
                 root = root_at(self.root)
                 advance(0)  # raises if the storage was given up
                 root.put(TRACKERS[0], str(step).encode())
-            self._retention.note_metric(step, metric, advance)
+            self._retention.note_metrics(step, metrics, advance)
 
         try:
             self._restorer.on_storage("track", track)
         except (CheckpointingException, OSError) as error:
-            text = "step %d is complete, but its tracker is not written (or metric): %s"
+            text = (
+                "step %d is complete, but its tracker is not written (or metrics): %s"
+            )
             logger.warning(text, step, error)
             # The step that the old tracker names must stay.
             return

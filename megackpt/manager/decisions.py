@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,7 @@ class SaveDecisions(ABC):
         save_interval: steps that this number divides are saved.
         save_every_minutes: a step is saved if this time has passed since the last save began.
         local_interval: steps that this number divides are saved on the hosts.
+        should_save_fn: rank 0 calls it with a step; the step is saved if the result is true.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class SaveDecisions(ABC):
         save_interval: int | None,
         save_every_minutes: float | None,
         local_interval: int | None = None,
+        should_save_fn: Callable[[int], bool] | None = None,
     ) -> None:
         is_number = type(save_interval) is int and save_interval > 0
         if save_interval is not None and not is_number:
@@ -44,6 +47,7 @@ class SaveDecisions(ABC):
         self._interval = save_interval
         self._minutes = save_every_minutes
         self._local_interval = local_interval
+        self._should_save_fn = should_save_fn
         self._only_local: int | None = None  # a step that is not due in the storage
         self._last_save_began = time.monotonic()
         self._preemption = PreemptionNotice()
@@ -75,7 +79,7 @@ class SaveDecisions(ABC):
         """Whether to save this step; the same on all ranks. ``last``: it is the last of the run.
 
         Also true after a signal (``on_signal``): save, and end. Call ``preempted`` first, and
-        end if that was true, after this save. Collective with
+        end if that was true, after this save. Collective with ``should_save_fn``,
         ``save_every_minutes`` and after ``on_signal``, as the ranks' clocks and signals differ.
 
         It is true as well for the steps of a local tier; ``save`` writes these steps only to the
@@ -86,9 +90,19 @@ class SaveDecisions(ABC):
             is_late = self._vote()
         is_due = self._interval is not None and step % self._interval == 0
         is_due = last or is_due or is_late or self._is_preempted
+        is_due |= self._ask("should_save_fn", self._should_save_fn, step)
         is_local = self._local_interval is not None and step % self._local_interval == 0
         self._only_local = step if is_local and not is_due else None
         return is_due or is_local
+
+    def _ask(
+        self, name: str, function: Callable[[int], bool] | None, step: int
+    ) -> bool:
+        """The answer of a function of the caller on rank 0. All ranks raise its exception."""
+        if function is None:
+            return False
+        with self._group() as group:
+            return group.broadcast(name, lambda: bool(function(step)))
 
     def _vote(self) -> bool:
         """Agree on ``_is_preempted``, and on whether any rank finds a save late."""

@@ -1,16 +1,15 @@
-"""Which older steps stay, by number, by a metric, by age. The metrics are a file of the run."""
+"""Which older steps stay, by number, by a metric, by age, by a function."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from megackpt.backends import Backend
-from megackpt.checkpoint.run_directory import METRICS, read_metrics
-from megackpt.storage import Advance, Storage
+from megackpt.distributed import attempt
 from megackpt.strategies import Strategy, StrategyLike
 
 
@@ -21,16 +20,19 @@ class KeepRules:
     Args:
         keep_last: number of undamaged steps that stay; None keeps all.
         keep_every: steps that this number divides stay as well.
-        keep_best: this number of undamaged steps with the best metrics stay as well.
-        best: the best metric is the "lowest" or the "highest".
+        keep_best: this number of undamaged steps with the best ``best_metric`` stay as well.
+        best_mode: the best is the lowest ("min") or the highest ("max").
         keep_for: steps that were saved within this time stay as well.
+        keep_fn: steps for which it is true stay as well.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: int | None = None
-    best: str = "lowest"
+    best_metric: str = "metric"
+    best_mode: str = "min"
     keep_for: timedelta | None = None
+    keep_fn: Callable[[int], bool] | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "keep_best"):
@@ -39,7 +41,7 @@ class KeepRules:
                 raise ValueError(
                     f"{name} is a number of steps, 1 or more, or None, not {value!r}"
                 )
-        for name in ("keep_every", "keep_best", "keep_for"):
+        for name in ("keep_every", "keep_best", "keep_for", "keep_fn"):
             if getattr(self, name) is not None and self.keep_last is None:
                 raise ValueError(
                     f"{name} says which of the older steps stay; it needs keep_last, as without "
@@ -47,8 +49,8 @@ class KeepRules:
                 )
         if not isinstance(self.keep_for, (timedelta, type(None))):
             raise ValueError(f"keep_for is a timedelta or None, not {self.keep_for!r}")
-        if self.best not in ("lowest", "highest"):
-            raise ValueError(f"best is 'lowest' or 'highest', not {self.best!r}")
+        if self.best_mode not in ("min", "max"):
+            raise ValueError(f"best_mode is 'min' or 'max', not {self.best_mode!r}")
 
     def refuse_unindexed(self, strategy: StrategyLike) -> StrategyLike:
         """The strategy. ValueError if its saves could not be removed."""
@@ -65,28 +67,41 @@ class KeepRules:
             )
         return strategy
 
-    def by_metric(self, metrics: dict[int, float]) -> list[int]:
-        """The steps, the best first; of equal ones the newest first."""
-        sign = -1 if self.best == "highest" else 1
-        return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
+    def by_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+        """The steps with ``best_metric``, but NaN, the best first; of equal ones the newest first."""
+        name = self.best_metric
+        values = {}
+        for step, given in metrics.items():
+            if name in given and not math.isnan(given[name]):
+                values[step] = given[name]
+        sign = -1 if self.best_mode == "max" else 1
+        return sorted(values, key=lambda step: (sign * values[step], -step))
 
-
-def write_metric(
-    root: Storage,
-    steps: Iterable[int],
-    step: int,
-    metric: float | None,
-    advance: Advance,
-) -> None:
-    """Note the metric of a step, and forget metrics of steps that are gone. NaN is not a metric.
-
-    ``advance`` raises if the storage was given up.
-    """
-    known = read_metrics(root)
-    kept = {number: known[number] for number in steps if number in known}
-    kept.pop(step, None)
-    if metric is not None and not math.isnan(metric):
-        kept[step] = metric
-    if kept != known:
-        advance(0)
-        root.put(METRICS, json.dumps(kept).encode())
+    def check_metrics(
+        self, metrics: Mapping[str, float] | None, metric: float | None
+    ) -> dict[str, float]:
+        """The metrics of a save. ValueError if one is not a number, or is missing."""
+        if not isinstance(metrics, (Mapping, type(None))):
+            raise ValueError(
+                f"metrics is a dict of numbers by name, not {metrics!r}; an object to save needs "
+                "another name"
+            )
+        given = dict(metrics or {})
+        if metric is not None:
+            given["metric"] = metric
+        numbers = {}
+        for name, value in given.items():
+            number = attempt(partial(float, value))
+            if number.error or isinstance(value, (str, bytes, bool)):
+                raise ValueError(
+                    f"metrics[{name!r}] is {value!r}: a metric is a number with a name, such as "
+                    "metrics={'loss': 1.2}"
+                ) from number.error
+            numbers[name] = number.get()
+        if given and self.keep_best and self.best_metric not in given:
+            raise ValueError(
+                f"keep_best compares the metric {self.best_metric!r}, which is not in the metrics "
+                f"{sorted(given)}: name one of them by best_metric=..., or give it, as NaN for a "
+                "step without a value"
+            )
+        return numbers

@@ -21,6 +21,7 @@ from megackpt.checkpoint.run_directory import (
     RunDirectory,
     Step,
     list_run,
+    read_metrics,
     step_number,
 )
 from megackpt.distributed import Group, GroupLike, group_over
@@ -216,7 +217,7 @@ class Restorer:
         except (UntrustedClass, RefusedObject, CheckpointReplaced):
             raise
         except CorruptCheckpoint as error:
-            self._retention.note_damage(step, str(error))
+            self._retention.damage[step] = str(error)
             raise
 
 
@@ -227,8 +228,6 @@ def _requiring_all_keys(options: dict[str, Any]) -> dict[str, Any]:
         return options
     return options | {"strict": StrictHandling.RAISE_UNEXPECTED}
 
-
-logger = logging.getLogger("megackpt.manager")
 
 ATTEMPTS = 3
 """Attempts at a run in which other jobs remove and replace steps at the same time."""
@@ -302,10 +301,10 @@ def find_latest(
 def find_best(retention: Retention, _: Advance) -> int | None:
     """The undamaged step with the best metric."""
     try:
-        ranked = retention.best_first()
+        metrics = read_metrics(root_at(retention.root))
     except FileNotFoundError:
         return None  # a new run
-    for number in ranked:
+    for number in retention.rules.by_metric(metrics):
         for step in newest_first(retention, number, number):
             if step.complete and not find_damage(retention.path(step.name)):
                 return number
@@ -340,7 +339,7 @@ def _search(
                     if retention.is_own_name(step.name):
                         raise
             if problem and step.complete is not False:
-                retention.note_damage(step, problem)
+                retention.damage[step] = problem
             if finite:
                 problem = problem or nonfinite
             if not problem:

@@ -6,6 +6,7 @@ have the naming of the run and were written by this library.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -25,6 +26,7 @@ from megackpt.checkpoint import (
 )
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.checkpoint.run_directory import (
+    METRICS,
     Naming,
     RunDirectory,
     Step,
@@ -39,7 +41,7 @@ from megackpt.errors import (
     SaveInProgress,
     StorageError,
 )
-from megackpt.manager.keep_rules import KeepRules, write_metric
+from megackpt.manager.keep_rules import KeepRules
 from megackpt.storage import (
     TEMPORARY,
     Advance,
@@ -47,7 +49,6 @@ from megackpt.storage import (
     Executor,
     LocalStorage,
     Storage,
-    root_at,
 )
 
 logger = logging.getLogger("megackpt.manager")
@@ -101,11 +102,11 @@ class Retention:
     ) -> None:
         self.root = root
         self.naming = naming
-        self._rules = rules
+        self.rules = rules
         self._is_rehearsal = is_rehearsal
         # The damage found in a step; empty if the step is undamaged. The sizes and times of the
         # files are fields of a step, so a step that has changed is checked again.
-        self._damage: dict[Step, str] = {}
+        self.damage: dict[Step, str] = {}
         self._nonfinite: dict[Step, str] = {}  # of steps that were found to be good
         self._reported: set[str] = set()  # names of steps that cannot be removed
         self._next: int | None = None  # the step at which to remove again
@@ -117,14 +118,15 @@ class Retention:
         """The steps that need not stay, oldest first. Calls ``is_good`` for as few as possible."""
         ordered = sorted(steps)
         # Look at two steps at least: leftovers of dead saves are between them.
-        keep_last = self._rules.keep_last
+        keep_last = self.rules.keep_last
         needed = max(keep_last or 0, 2)
         good = list(islice(filter(is_good, reversed(ordered)), needed))
         if keep_last is None or len(good) < keep_last:
             return []
         oldest = good[keep_last - 1]
-        every = self._rules.keep_every
-        return [s for s in ordered if s < oldest and (every is None or s % every)]
+        every, keeps = self.rules.keep_every, self.rules.keep_fn
+        older = [s for s in ordered if s < oldest and (every is None or s % every)]
+        return [s for s in older if keeps is None or not keeps(s)]
 
     def start(self, newest: int, timeout: timedelta) -> None:
         """Let a separate thread ``apply`` this; a thread that is at work does it next."""
@@ -198,19 +200,19 @@ class Retention:
             return not all(self._nonfinite.get(step) for step in good_steps(number))
 
         superfluous = self.superfluous(own, is_good)
-        if superfluous and self._rules.keep_best:
+        if superfluous and self.rules.keep_best:
             metrics = read_metrics(run.storage)
             known = {step: metrics[step] for step in own if step in metrics}
-            ranked = filter(is_good, self._rules.by_metric(known))
-            best = set(islice(ranked, self._rules.keep_best))
+            ranked = filter(is_good, self.rules.by_metric(known))
+            best = set(islice(ranked, self.rules.keep_best))
             superfluous = [step for step in superfluous if step not in best]
         if superfluous:
             # A run that has diverged goes back to it.
             newest_finite = next(filter(is_finite, sorted(own, reverse=True)), None)
             superfluous = [step for step in superfluous if step != newest_finite]
         names = [own[number] for number in superfluous]
-        if self._rules.keep_for is not None:
-            since = time.time() - self._rules.keep_for.total_seconds()
+        if self.rules.keep_for is not None:
+            since = time.time() - self.rules.keep_for.total_seconds()
             names = [
                 name
                 for name in names
@@ -223,23 +225,24 @@ class Retention:
                 removed.append(name)
         return removed
 
-    def best_first(self) -> list[int]:
-        """The steps with a metric, the best first."""
-        return self._rules.by_metric(read_metrics(root_at(self.root)))
+    def note_metrics(
+        self, step: int, metrics: dict[str, float], advance: Advance
+    ) -> None:
+        """Note the metrics of a complete step, and forget metrics of steps that are gone.
 
-    def note_metric(self, step: int, metric: float | None, advance: Advance) -> None:
-        """Note the metric of a complete step, if steps stay by metric or it has one."""
-        if metric is not None or self._rules.keep_best:
-            run = RunDirectory(self.root)
-            write_metric(run.storage, run.names_by_step(), step, metric, advance)
-
-    def damage(self, step: Step) -> str | None:
-        """The damage that was found earlier; None if the step was not checked since it changed."""
-        return self._damage.get(step)
-
-    def note_damage(self, step: Step, damage: str) -> None:
-        """Remember the result of a check."""
-        self._damage[step] = damage
+        Without metrics, and if no step stays by a metric, do nothing. ``advance`` raises if the
+        storage was given up.
+        """
+        if not (metrics or self.rules.keep_best):
+            return
+        run = RunDirectory(self.root)
+        known = read_metrics(run.storage)
+        kept = {n: known[n] for n in run.names_by_step() if n in known and n != step}
+        if metrics:
+            kept[step] = metrics
+        if kept != known:
+            advance(0)
+            run.storage.put(METRICS, json.dumps(kept).encode())
 
     def path(self, name: str) -> str:
         """The path or URL of a step."""
@@ -282,10 +285,10 @@ class Retention:
         if not step.complete:
             self._clear(step.name)
             return False
-        damage = self.damage(step)
-        if damage is None and self._rules.keep_last is not None:
+        damage = self.damage.get(step)
+        if damage is None and self.rules.keep_last is not None:
             damage, self._nonfinite[step] = find_problems(self.path(step.name))
-            self.note_damage(step, damage)
+            self.damage[step] = damage
             if damage:
                 text = "%s is damaged, so it does not count: %s"
                 logger.warning(text, self.path(step.name), damage)

@@ -29,7 +29,7 @@ def test_prune(run: Path, asked: Callable[..., Any], plain: Callable[..., str]) 
     assert dry["removed"] == ["iter_0000001", "iter_0000003", "iter_0000005"]
     assert dry["dry_run"]
     assert steps(run) == [1, 2, 3, 4, 5, 6]
-    plain("prune", run, "--keep-last", 1, "--keep-best", 1, "--best", "highest")
+    plain("prune", run, "--keep-last", 1, "--keep-best", 1, "--best-mode", "max")
     assert steps(run) == [5, 6]
     facts = asked("prune", run, "--keep-last", 1, "--keep-days", 0.5)
     assert (facts["newest"], facts["removed"]) == ("iter_0000006", [])

@@ -122,14 +122,14 @@ def test_ls_compares_sizes_and_shows_metrics(
     tmp_path: Path, plain: Callable[..., str], asked: Callable[..., Any]
 ) -> None:
     with megackpt.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, make_state(), metric=0.25)
+        manager.save(1, make_state(), metrics={"loss": 0.25})
         manager.save(2, make_state())
         with (tmp_path / "run/iter_0000002/__0_0.distcp").open("r+b") as file:
             file.truncate(1000)
         assert [step.complete for step in manager.steps()] == [True, False]
     found = asked("ls", tmp_path / "run")
     assert found["latest"] == "iter_0000001"
-    assert [step["metric"] for step in found["steps"]] == [0.25, None]
+    assert [step["metrics"] for step in found["steps"]] == [{"loss": 0.25}, {}]
     assert "__0_0.distcp" in found["steps"][1]["reason"]
     (tmp_path / "run/megackpt_metrics.json").write_text("[]")
     assert "iter_0000001" in plain("ls", tmp_path / "run")
