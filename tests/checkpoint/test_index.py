@@ -145,6 +145,7 @@ def described(manifest: Manifest) -> tuple:
     return (
         manifest.tensors, manifest.grids, manifest.files, manifest.encoding, manifest.backend,
         manifest.save_id, rows(manifest), values, manifest.differing,
+        manifest.milliseconds,
     )  # fmt: skip
 
 
@@ -209,11 +210,11 @@ def example(chunks: int = 6) -> Manifest:
 
 
 def noted() -> Manifest:
-    """The example with notes on its values, and on replicas that differed."""
+    """The example with notes on its values, on replicas that differed, and on the time of the save."""
     largest = np.array([np.inf, -1, -1, 0], np.float32)
     values = TensorValues(column([192, -1, -1, 0]), largest)
     differing = ("empty/\ud800 key", "decoder.weight")
-    return replace(example(), values=values, differing=differing)
+    return replace(example(), values=values, differing=differing, milliseconds=1500)
 
 
 SMALL = {"metadata.json": (120, bytes(16)), ".metadata": (4000, bytes(range(16)))}
@@ -353,6 +354,10 @@ FORGED_NOTES = {
     "differing is null": lambda head: head.update(differing=None),
     "differing has a number": lambda head: head.update(differing=[1]),
     "differing has no such key": lambda head: head.update(differing=["other"]),
+    "milliseconds is null": lambda head: head.update(milliseconds=None),
+    "negative milliseconds": lambda head: head.update(milliseconds=-1),
+    "milliseconds is text": lambda head: head.update(milliseconds="1"),
+    "no time takes so long": lambda head: head.update(milliseconds=1 << 62),
     "optional is null": lambda head: head.update(optional=None),
     "optional has lists": lambda head: head.update(optional=[["nonfinite"]]),
 }
