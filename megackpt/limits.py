@@ -42,7 +42,7 @@ CONTROL_MESSAGE_BYTES = 1 << 34
 WORKER_STOP_SECONDS = 5.0
 """Seconds. A cancelled asynchronous save or load has so long to stop by itself."""
 EXIT_SECONDS = 60.0
-"""Seconds. At the end of a process, a save in flight whose disk or ranks do not answer so long is lost."""
+"""Seconds. At the end of a process, disks and ranks that do not answer so long are given up."""
 
 # Saving.
 

@@ -12,11 +12,12 @@ _NAMES_OF_PEERS = {
     "keep_last={}": "keep max_to_keep save_total_limit total_limit",
     "keep_every={}": "keep_period",
     "keep_last=1, keep_best={}": "save_top_k",
-    "keep_last=1, keep_best=3, and save(step, ..., metric=loss)": (
-        "monitor metric_for_best_model best_fn"
+    "keep_last=1, keep_best=3, and save(step, ..., metric=loss)": "best_fn",
+    "keep_last=1, keep_best=3, best_metric={}, and save(step, ..., metrics=...)": (
+        "monitor metric_for_best_model"
     ),
-    'best="highest" or best="lowest"': "mode best_mode greater_is_better",
-    "save_interval={}, and call save where checkpoints.should_save(step)": (
+    'best_mode="max" or best_mode="min"': "mode best greater_is_better",
+    "save_interval={}, and call save_if_due at each step": (
         "save_steps save_interval_steps every_n_train_steps"
     ),
     "asynchronous={}": "async_save is_async async_sharded_save enable_async_checkpointing",

@@ -68,7 +68,7 @@ class KeepRules:
         return strategy
 
     def by_metric(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The steps with ``best_metric``, but NaN, the best first; of equal ones the newest first."""
+        """The steps with ``best_metric``, not NaN, the best first; of equal ones the newest."""
         name = self.best_metric
         values = {}
         for step, given in metrics.items():

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger("megackpt.manager")
 
-_DICT_OPTIONS = ("content_metadata", "key_map", "sharded_state_dict")
+_DICT_OPTIONS = ("content_metadata", "key_map", "metrics", "sharded_state_dict")
 """Options whose value may be a dict, as an object may be."""
 _TENSORS = "tensors of the optimizer"
 """Key of an optimizer's tensors. The stored common state may name the parameters differently."""

@@ -173,12 +173,14 @@ def test_an_object_in_a_dict_is_refused_with_the_cure(
 
 def test_names_of_dicts_that_are_like_no_option(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    names = "metadata", "metrics", "steps", "content", "maps"
+    names = "metadata", "measures", "steps", "content", "maps"
     given = {name: {"a": 1} for name in names}
     manager.save(1, **given)
     found = manager.restore(**{name: {} for name in given})
     assert found is not None
     assert found.state == given
+    with pytest.raises(TypeError, match="and metrics is an option of save"):
+        manager.restore(metrics={})
 
 
 def test_what_fails_leaves_no_invented_state(
