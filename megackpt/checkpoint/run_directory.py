@@ -126,8 +126,10 @@ class Step:
 
     def __repr__(self) -> str:
         state = self.reason or "complete"
-        metric = "" if self.metric is None else f", metric {self.metric:g}"
-        return f"<Step {self.name}: {state}, {format_size(self.bytes)}{metric}>"
+        metrics = [f", {name} {value:g}" for name, value in self.metrics.items()]
+        return (
+            f"<Step {self.name}: {state}, {format_size(self.bytes)}{''.join(metrics)}>"
+        )
 
 
 class Restored(NamedTuple):

@@ -95,7 +95,9 @@ class StatefulObjects:
         options: Collection[str],
     ) -> None:
         for name, value in objects.items():
-            close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE) or [name]
+            close = [name]
+            if name not in options:
+                close = get_close_matches(name, _DICT_OPTIONS, 1, _CLOSE) or close
             if name in options or (close != [name] and isinstance(value, dict)):
                 raise TypeError(
                     f"{name}={value!r:.60} would be an object with this name, and {close[0]} is "

@@ -109,12 +109,12 @@ def test_each_object_is_one_line(notebook: Notebook) -> None:
 
 def test_a_manager_is_a_table_of_its_steps(notebook: Notebook) -> None:
     table = notebook.shown("manager", "text/html")
-    head = ["step", "state", "bytes", "saved (UTC)", "metric"]
+    head = ["step", "state", "bytes", "saved (UTC)", "metrics"]
     assert re.findall(r"<th>([^<]*)", table) == head
     cells = re.findall(r"<td>([^<]*)", table)
     assert cells[0::5] == ["iter_0000001", "iter_0000002"]
     assert cells[1::5] == ["complete", "complete"]
-    assert cells[4::5] == ["1.0", "0.5"]
+    assert cells[4::5] == ["metric 1.0", "metric 0.5"]
 
 
 def test_the_shard_map_is_a_frame(notebook: Notebook) -> None:

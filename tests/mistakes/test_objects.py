@@ -74,9 +74,9 @@ MISTAKES: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
         ("keep_lats=3", "did you mean keep_last=3?"),
     ),
     (
-        lambda r: CheckpointManager(r.root, best="min"),
+        lambda r: CheckpointManager(r.root, best_mode="lowest"),
         ValueError,
-        ("best is 'lowest' or 'highest', not 'min'",),
+        ("best_mode is 'min' or 'max', not 'lowest'",),
     ),
     (lambda _: CheckpointManager(None), StorageError, ("a str or a Path, not None",)),
     (
