@@ -97,7 +97,7 @@ def test_diff(
     ]
     both = (checkpoint, tmp_path / "b")
     text = plain("diff", *both, status=1)
-    assert ["w", "1048576", "-", "-", "-", "-"] in [
+    assert ["w", "1048576", "-", "-", "-", "-", "-", "-"] in [
         line.split() for line in text.splitlines()
     ]
     text = plain("diff", *both, "--read", status=1)
