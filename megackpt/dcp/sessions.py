@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megackpt import events, gc_pause
-from megackpt.checkpoint import open_checkpoint
 from megackpt.dcp.declared_state import declare_plain
 from megackpt.dcp.item_writer import Assignment
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
@@ -81,18 +80,17 @@ def save_state_dict(
     made = planner or DefaultSavePlanner()
     reader = READERS.get(type(storage_writer))
     _wait_for_others(storage_writer, no_dist)
-    path = os.fspath(storage_writer.path)
-    is_default = planner is None and coordinator_rank == 0 and use_collectives
-    if is_default and reader is FileSystemReader:
-        ranks = process_group, no_dist
-        if _by_engine("save", storage_writer, state_dict, *ranks):
-            return _StoredMetadata(reader(path), open_checkpoint(path).manifest.save_id)
     is_stock = type(made) not in _SAVE_PLANNERS or coordinator_rank != 0
     if reader is None or is_stock or not use_collectives:
         given = process_group, coordinator_rank, no_dist, planner
         if use_collectives:  # torch 2.8 has no such argument
             return stock_save(state_dict, storage_writer, *given)
         return stock_save(state_dict, storage_writer, *given, use_collectives=False)
+    path = os.fspath(storage_writer.path)
+    if planner is None and reader is FileSystemReader:
+        ranks = process_group, no_dist
+        if _by_engine("save", storage_writer, state_dict, *ranks):
+            return _StoredMetadata(reader(path), storage_writer.save_id)
     metadata: Metadata | None = None
 
     @events.stage("declare")
@@ -348,8 +346,12 @@ class _StoredMetadata(Metadata):
         if name in _FIELDS and name not in vars(self):
             reader: FileSystemReader = self._reader
             found = reader.read_metadata()
-            save_id = reader.prepare_local_plan(LoadPlan([])).storage_data
-            if save_id not in (None, self._save_id):
+            meta = found.storage_meta
+            ids = (
+                reader.prepare_local_plan(LoadPlan([])).storage_data,
+                meta and meta.save_id,
+            )
+            if any(ids) and self._save_id not in ids:
                 raise CheckpointReplaced(
                     f"{os.fspath(reader.path)} holds another save than {self._save_id}, whose "
                     "metadata is asked for: access it before the next save to this path"

@@ -206,11 +206,15 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         self._renew()
 
     def perform(self, state: Any, state_dict: dict[str, Any], group: Group) -> None:
-        """Save as ``megackpt.save`` does, by declarations of the state dict."""
+        """Save as ``megackpt.save`` does, by declarations of the state dict. Collective.
+
+        ``save_id`` is rank 0's afterwards: the id in ``StorageMeta``.
+        """
         if self._session or self._named_chunks or self.transforms.extensions:
             state = None  # ShardingError on all ranks
         if self._spent:
             self._renew()
+        self.save_id = group.broadcast("declare", lambda: self.save_id)
         files, meta = self.thread_count, self.storage_meta()
         backend = PlannedByDcp(files, state_dict=state_dict, storage_meta=meta)
         save(

@@ -18,16 +18,25 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.storage import (
+    StorageReader,
+    StorageWriter,
+    WriteResult,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.futures import Future
 
 import megackpt
+from megackpt.checkpoint import open_checkpoint
 from megackpt.dcp import (
     FileSystemReader,
     FileSystemWriter,
     SavePlanner,
     install,
     sessions,
+    storage_reader,
 )
 from megackpt.errors import CheckpointReplaced, RankLost
 
@@ -215,3 +224,88 @@ def test_one_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
             text for text in texts if text.startswith(f"{kind} {tmp_path / 'c'} (")
         ]
         assert [": total, rank 0 of 1: " in line for line in lines] == [True]
+
+
+class InMemory(StorageWriter, StorageReader):
+    """A storage of the caller's own, with the methods that torch's interface requires alone."""
+
+    def __init__(self) -> None:
+        self.stored: dict[Any, Any] = {}
+
+    def reset(self, checkpoint_id: object = None) -> None: ...
+
+    def set_up_storage_writer(
+        self, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None: ...
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        results = []
+        for item in plan.items:
+            self.stored[item.index.fqn] = planner.resolve_data(item).clone()
+            results.append(WriteResult(item.index, 1, item.index.fqn))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        self.stored[Metadata] = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        made: Metadata = self.stored[Metadata]
+        return made
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        for item in plan.items:
+            tensor = planner.resolve_tensor(item)
+            tensor.copy_(self.stored[item.storage_index.fqn])
+            planner.commit_tensor(item, tensor)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:  # noqa: ARG003
+        return True
+
+    def storage_meta(self) -> None: ...
+
+
+def test_a_storage_of_the_callers_own_needs_no_path() -> None:
+    storage = InMemory()
+    found = {"w": torch.zeros(3)}
+    with install():
+        dcp.save({"w": torch.ones(3)}, storage_writer=storage)
+        dcp.load(found, storage_reader=storage)
+    assert found["w"].tolist() == [1, 1, 1]
+
+
+def test_a_save_does_not_open_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def count(directory: str, *given: Any, **named: Any) -> Any:
+        opened.append(str(directory))
+        return open_checkpoint(directory, *given, **named)
+
+    for module in (sessions, storage_reader):
+        monkeypatch.setattr(module, "open_checkpoint", count, raising=False)
+    with install():
+        made = dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+        assert opened == []
+        assert set(made.state_dict_metadata) == {"w"}
+        assert opened == [str(tmp_path / "c")]
+        replaced = dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(CheckpointReplaced):
+        len(replaced.state_dict_metadata)
