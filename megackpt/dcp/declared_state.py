@@ -24,7 +24,8 @@ def declare_plain(
     """Declarations under the keys of torch's planner, and a number of these keys.
 
     ``ranks`` of the world share the state. Raises ShardingError where torch's planner must decide:
-    for values but plain tensors, DTensors of plain tensors, and plain values of Python.
+    for values but plain tensors, DTensors of plain tensors, and plain values of Python, and for
+    equal keys.
     """
     keys = []
     state = sharded(state_dict, replicated="all", among=ranks)
@@ -38,4 +39,6 @@ def declare_plain(
         if not known:
             raise ShardingError(f"{value!r:.100} is not a plain value")
         keys.append(leaf.key)
+    if len({*keys}) < len(keys):
+        raise ShardingError("values of the state dict have equal keys")
     return state, digest_number(repr(keys).encode())

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 from traceback import StackSummary
 from typing import Any
 
-from torch.distributed import get_process_group_ranks, get_rank
+from torch.distributed import get_process_group_ranks, get_rank, is_initialized
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
@@ -40,6 +40,7 @@ from megackpt.distributed.failures import Failure
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
+    CorruptCheckpoint,
     NotACheckpoint,
     RankFailure,
     RankLost,
@@ -87,10 +88,11 @@ def save_state_dict(
             return stock_save(state_dict, storage_writer, *given)
         return stock_save(state_dict, storage_writer, *given, use_collectives=False)
     path = os.fspath(storage_writer.path)
-    if planner is None and reader is FileSystemReader:
-        ranks = process_group, no_dist
-        if _by_engine("save", storage_writer, state_dict, *ranks):
-            return _StoredMetadata(reader(path), storage_writer.save_id)
+    is_default = planner is None and reader is FileSystemReader
+    if is_default and _by_engine(
+        "save", storage_writer, state_dict, process_group, no_dist
+    ):
+        return _StoredMetadata(reader(path), storage_writer.save_id)
     metadata: Metadata | None = None
 
     @events.stage("declare")
@@ -156,8 +158,9 @@ def load_state_dict(
         stock_load(state_dict, storage_reader, *given)
         return
     is_default = planner is None and type(storage_reader) is FileSystemReader
-    ranks = process_group, no_dist
-    if is_default and _by_engine("load", storage_reader, state_dict, *ranks):
+    if is_default and _by_engine(
+        "load", storage_reader, state_dict, process_group, no_dist
+    ):
         return
     plan = LoadPlan([])
 
@@ -209,10 +212,13 @@ def _by_engine(
     """Save or load as ``megackpt.save`` and ``load`` do. Collective.
 
     False where a planner has to plan: where a state is not plain, or the engine refuses it, since
-    a planner's error says more. Nothing was written then.
+    a planner's error says more. Nothing was written or read then, except where the engine refuses
+    an object that it has read.
     """
     path = os.fspath(storage.path)
-    ranks = None if no_dist else get_process_group_ranks(process_group)
+    ranks = None
+    if is_initialized():
+        ranks = [get_rank()] if no_dist else get_process_group_ranks(process_group)
     declared = attempt(lambda: declare_plain(state_dict, ranks)).value
     ours = kind, path, storage, process_group, no_dist
     with _session(*ours, is_operation=False) as group:
@@ -220,7 +226,7 @@ def _by_engine(
             return False
         try:
             storage.perform(declared[0], state_dict, group)
-        except (RankFailure, SaveInProgress, StorageError):
+        except (CorruptCheckpoint, RankFailure, SaveInProgress, StorageError):
             raise
         except CheckpointingException as error:
             _log.debug("a planner plans the %s of %s: %s", kind, path, error)

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -26,7 +28,7 @@ from megackpt.backends.torch_dist.metadata_reader import (
     check_files,
     read_listing,
 )
-from megackpt.checkpoint import INDEX, absolute, open_checkpoint
+from megackpt.checkpoint import INDEX, absolute, in_run, open_checkpoint
 from megackpt.checkpoint.opening import unreplaced
 from megackpt.dcp.item_reader import ItemReader, OpenCheckpoint
 from megackpt.dcp.storage_writer import Path, is_checkpoint_path
@@ -35,7 +37,9 @@ from megackpt.distributed import DEFAULT_TIMEOUT, Group
 from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
+    CorruptCheckpoint,
     NotACheckpoint,
+    ShardingError,
 )
 from megackpt.loader.load_operation import load
 from megackpt.loader.load_session import LoadSession
@@ -56,7 +60,8 @@ class FileSystemReader(StorageReader):
     them. Records that went through an extension of torch's are read like stock reads them.
 
     Args:
-        path: the directory. A ``checkpoint_id`` given to ``load`` takes its place.
+        path: the directory of a checkpoint or of a run, whose latest complete step is read. A
+            ``checkpoint_id`` given to ``load`` takes its place.
         _extension_registry: torch's extensions that records may have gone through (None: torch's
             default).
         verify: compare the data with the digests of the index, if there is one, which reads whole
@@ -170,27 +175,36 @@ class FileSystemReader(StorageReader):
 
     def perform(self, state: Any, into: dict[str, Any], group: Group) -> None:
         """Load as ``megackpt.load`` does, by declarations of the state dict."""
-        loaded = load(
-            state,
-            os.fspath(self.path),
-            TorchDist(),
-            validate_access_integrity=False,
-            strict="raise_unexpected",
-            verify=self.verify,
-            process_group=group,
-            timeout=self.timeout,
-        )
+        try:
+            loaded = load(
+                state,
+                os.fspath(self.path),
+                TorchDist(),
+                validate_access_integrity=False,
+                strict="raise_unexpected",
+                verify=self.verify,
+                process_group=group,
+                timeout=self.timeout,
+            )
+        except CorruptCheckpoint as error:
+            # torch's planner trusts all objects, and an index does not name their extensions.
+            items = self._open(None).items.values()
+            is_encoded = any(item.place.through for item in items)
+            if is_encoded or type(error) is not CorruptCheckpoint:
+                raise ShardingError(str(error)) from error
+            raise
+        paths = flatten_state_dict(into)[1]
         for path, leaf in tree.walk(state):
             if isinstance(leaf, ShardedObject):
-                value = tree.lookup(loaded, path)
-                tree.lookup(into, path[:-1])[path[-1]] = value
+                # As torch's planner does: its paths have the str of each key.
+                set_element(into, paths[leaf.key], tree.lookup(loaded, path))
 
     def _open(self, rank: int | None) -> OpenCheckpoint:
         name = f"opening {os.fspath(self.path)}"
         return self._session.call(name, self._found, rank)
 
     def _found(self, rank: int | None) -> OpenCheckpoint:
-        return _open(self.path, rank, self._session.alive)
+        return in_run(self.path, partial(_open, rank=rank, moved=self._session.alive))
 
     def _opened(self) -> OpenCheckpoint:
         if self._checkpoint is None:

@@ -211,7 +211,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         ``save_id`` is rank 0's afterwards: the id in ``StorageMeta``.
         """
         if self._session or self._named_chunks or self.transforms.extensions:
-            state = None  # ShardingError on all ranks
+            state = None  # ShardingError on all ranks: these may differ between ranks
         if self._spent:
             self._renew()
         self.save_id = group.broadcast("declare", lambda: self.save_id)

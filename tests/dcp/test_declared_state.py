@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -20,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from megackpt.dcp import FileSystemReader, FileSystemWriter, install
 from megackpt.dcp.declared_state import declare_plain
-from megackpt.errors import ShardingError
+from megackpt.errors import CorruptCheckpoint, ShardingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -88,6 +90,82 @@ def test_other_values_keep_the_planner(tmp_path: Path, planned: list[str]) -> No
     assert planned == ["DefaultSavePlanner"]
 
 
+def test_equal_keys_are_not_declared() -> None:
+    with pytest.raises(ShardingError, match="equal keys"):
+        declare_plain({"a.b": 1, "a": {"b": 2}}, None)
+
+
+def test_values_below_keys_that_are_no_text(tmp_path: Path, planned: list[str]) -> None:
+    """torch's planner fills tensors below such keys, and puts values below the text."""
+    state = {"s": {0: {"step": 5, "w": torch.ones(2)}}, "l": [{1: [1, 2]}]}
+    kinds = (dcp.FileSystemReader, FileSystemReader)
+    results: list[Any] = []
+    with install():
+        dcp.save(state, checkpoint_id=tmp_path)
+        for kind in kinds:
+            found = {"s": {0: {"step": 0, "w": torch.zeros(2)}}, "l": [{1: []}]}
+            dcp.load(found, storage_reader=kind(tmp_path))
+            assert found["s"][0].pop("w").tolist() == [1, 1]  # type: ignore[call-overload]
+            results.append(found)
+    assert planned == ["DefaultLoadPlanner"]  # by the reader of torch's
+    assert results[0] == results[1]
+    assert results[1]["s"] == {0: {"step": 0}, "0": {"step": 5}}
+
+
+def test_a_damaged_checkpoint_is_read_once(tmp_path: Path, planned: list[str]) -> None:
+    with install():
+        dcp.save({"w": torch.arange(9999.0), "n": 1}, checkpoint_id=tmp_path)
+        file = max(tmp_path.glob("*.distcp"), key=lambda path: path.stat().st_size)
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CheckpointException, match="CorruptCheckpoint") as caught:
+            dcp.load({"w": torch.zeros(9999), "n": 0}, checkpoint_id=tmp_path)
+    assert type(caught.value.failures[0][0]) is CorruptCheckpoint
+    assert planned == []
+
+
+class Step(IntEnum):
+    """A class that torch's planner trusts, and megackpt does not."""
+
+    FIRST = 1
+
+
+def test_objects_that_the_engine_refuses(tmp_path: Path, planned: list[str]) -> None:
+    squeezed = FileSystemWriter(tmp_path / "a", _extensions=[ZStandard()])
+    with install():
+        dcp.save({"n": 3}, storage_writer=squeezed)
+        dcp.save({"n": Step.FIRST}, checkpoint_id=tmp_path / "b")
+        planned.clear()
+        for name, value in (("a", 3), ("b", Step.FIRST)):
+            found = {"n": 0}
+            dcp.load(found, checkpoint_id=tmp_path / name)
+            assert found == {"n": value}
+    assert planned == ["DefaultLoadPlanner"] * 2
+
+
+def test_the_latest_step_of_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = {"w": torch.zeros(2)}
+    run = FileSystemReader(tmp_path)
+    with install():
+        for step in (1, 2):
+            state = {"w": torch.full((2,), float(step))}
+            dcp.save(state, checkpoint_id=tmp_path / f"step-{step}")
+        for planner in (None, DefaultLoadPlanner()):
+            found["w"].zero_()
+            dcp.load(found, checkpoint_id=tmp_path, planner=planner)
+            assert found["w"].tolist() == [2, 2]
+            assert "its latest complete step, step-2, is read" in caplog.text
+            caplog.clear()
+        with pytest.raises(CheckpointException, match="Size mismatch"):
+            dcp.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path)
+    found["w"].zero_()
+    dcp.load(found, storage_reader=run)
+    assert found["w"].tolist() == [2, 2]
+
+
 def test_a_planner_says_what_is_missing(
     tmp_path: Path, planned: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,6 +211,14 @@ def several_states(folder: str) -> None:
         own = {f"stage{rank}": torch.zeros(2) - 1}
         dcp.load(own, checkpoint_id=f"{folder}/2")
         assert own[f"stage{rank}"].tolist() == [rank, rank]
+        planned.clear()
+        alone = {"w": torch.full((2,), float(rank)), "n": rank}
+        dcp.save(alone, checkpoint_id=f"{folder}/alone{rank}", no_dist=True)
+        again = {"w": torch.zeros(2) - 1, "n": -1}
+        dcp.load(again, checkpoint_id=f"{folder}/alone{rank}", no_dist=True)
+        assert planned == []
+        assert again["n"] == rank
+        assert torch.equal(again["w"], alone["w"])
 
 
 @pytest.mark.slow
