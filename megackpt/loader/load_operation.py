@@ -20,7 +20,7 @@ from weakref import finalize
 
 import numpy as np
 
-from megackpt import events, gc_pause
+from megackpt import events, gc_pause, limits
 from megackpt.async_save import Task
 from megackpt.async_save.task import ThreadWorker
 from megackpt.backends.ranges import octets
@@ -494,7 +494,12 @@ class AsyncLoadRequest:
         context = copy_context()
         self._task = Task(lambda _: context.run(operation.read_beside), "load")
         self._operation: _LoadOperation | None = operation
-        self._on_drop = finalize(self, _dropped, operation, os.getpid())
+        self._process = os.getpid()
+        # The interpreter calls finalizers at its end, the newest first, and would abort with a
+        # thread in torch.
+        at_exit = finalize(operation, self._task.wait, limits.WORKER_STOP_SECONDS)
+        self._task.on_end(lambda _: at_exit.detach())
+        self._on_drop = finalize(self, _dropped, operation, self._process)
         if operation.begun:
             ThreadWorker().start(self._task)
         else:
@@ -502,13 +507,15 @@ class AsyncLoadRequest:
 
     def done(self) -> bool:
         """Whether this rank has ended its reads, with an error or without. Not collective."""
+        self._check_process()
         return self._task.wait(0)
 
     def wait(self) -> Any:
         """Wait for the reads of all ranks, and return the value of ``load``; collective.
 
         Ranks that read for one another exchange bytes here, and objects are unpickled here. Raises
-        the errors of ``load``, and CheckpointingException for a request that has ended.
+        the errors of ``load``, and CheckpointingException for a request that has ended, or that a
+        parent process made: a fork lacks the thread that reads.
         """
         operation = self._end()
         if operation is None:
@@ -543,7 +550,15 @@ class AsyncLoadRequest:
                     "of this load must not be used: a read may still write to them"
                 )
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise CheckpointingException(
+                f"this load belongs to process {self._process}: a fork of it, process "
+                f"{os.getpid()}, does not read; load there"
+            )
+
     def _end(self) -> _LoadOperation | None:
+        self._check_process()
         operation, self._operation = self._operation, None
         self._on_drop.detach()
         return operation

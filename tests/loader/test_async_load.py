@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -336,6 +337,81 @@ def test_an_interrupted_wait_stops_reading(tmp_path: Path) -> None:
         assert request.done()
     assert not target.any()
     assert is_over(of_megackpt)
+
+
+ENDS = """
+import sys, time
+from pathlib import Path
+import torch
+import megackpt
+from megackpt.backends.torch_dist import TorchDist
+from megackpt.errors import CheckpointingException
+
+folder = Path(sys.argv[1])
+
+
+def read(self, root, *given):
+    try:
+        while True:
+            (folder / "reads").touch()
+            root.moved()
+            time.sleep(0.01)
+    except CheckpointingException:
+        time.sleep(0.5)
+        (folder / "ended").touch()
+        raise
+
+
+TorchDist.read = read
+target = {"w": megackpt.ShardedTensor.from_rank_offsets("w", torch.zeros(6, 4))}
+
+
+def begin():
+    request = megackpt.load(target, folder / "a", asynchronous=True)
+    while not (folder / "reads").exists():
+        time.sleep(0.01)
+    return request
+
+
+request = begin()
+if sys.argv[2] == "dropped":
+    del request
+"""
+
+
+@pytest.mark.parametrize("request_is", ["dropped", "kept"])
+def test_a_process_that_ends_waits_for_the_end_of_the_reads(
+    tmp_path: Path, request_is: str
+) -> None:
+    """The interpreter ends while a thread is in torch: torch aborts the process."""
+    megackpt.save(weight(WEIGHT), tmp_path / "a")
+    command = [sys.executable, "-c", ENDS, str(tmp_path), request_is]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "its request was dropped before wait()" in done.stderr
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_fork_does_not_wait_for_the_load_of_its_parent(tmp_path: Path) -> None:
+    megackpt.save(weight(WEIGHT), tmp_path)
+    with held_reads() as going_on:
+        request = begun(weight(torch.zeros(6, 4)), tmp_path)
+        pid = os.fork()
+        if not pid:
+            signal.alarm(20)
+            refused = 0
+            for call in (request.wait, request.done, request.cancel):
+                try:
+                    call()
+                except CheckpointingException as error:
+                    refused += "belongs to process" in str(error)
+            os._exit(refused)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) == 3
+        going_on.set()
+        assert torch.equal(request.wait()["w"], WEIGHT)
 
 
 def test_a_custom_strategy_refuses(tmp_path: Path) -> None:
