@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -111,31 +113,36 @@ def open_checkpoint(
     """
     # Without an index no digest ties the files together: check that no save has started to remove
     # them.
-    return unreplaced(
+    opened: Opened = unreplaced(
         directory,
-        lambda storage: _read(storage, asked, every_table),
-        lambda opened: bool(opened.manifest.save_id),
+        partial(_read, asked=asked, every_table=every_table),
+        attrgetter("manifest.save_id"),
         asked,
         moved,
     )
+    return opened
 
 
-def in_run(directory: Directory, read: Callable[[Directory], T]) -> T:
+def in_run(
+    directory: Directory,
+    read: Callable[[Directory], T],
+    moved: Callable[[], object] = int,
+) -> tuple[Directory, T]:
     """Call ``read`` with a directory, or else with the latest complete step of the run in it.
 
-    A WARNING names the step.
+    Returns the directory that was read, and the result. A WARNING names the step.
 
     Raises:
         NotACheckpoint: that of ``read``. It lists the steps of a run without a complete one.
     """
     try:
-        return read(directory)
+        return directory, read(directory)
     except NotACheckpoint as error:
         # Imports this module, and a load of a checkpoint does without it.
         from megackpt.checkpoint.run_directory import latest_step
 
-        step = latest_step(directory, error)
-    return read(step)
+        step = latest_step(directory, error, moved)
+    return step, read(step)
 
 
 def unreplaced(

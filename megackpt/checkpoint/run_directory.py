@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,9 @@ logger = logging.getLogger("megackpt.manager")
 
 _THREADS = 8  # that examine steps: network file systems have a high latency
 _MAX_TRACKER_BYTES = 4096
-_MOST_STEPS = 10  # that an error lists
+_MOST_STEPS = 10  # that a message lists
+_MOST_EXAMINED = 100
+"""Entries without a complete step that are examined: each lists the directory of the run."""
 _OWN = frozenset((INDEX, CONFIG, RECORD, ".metadata"))
 """Files of a checkpoint."""
 
@@ -198,14 +200,16 @@ class Run:
         return None
 
 
-def list_run(directory: str | os.PathLike[str]) -> Run:
+def list_run(directory: Directory, has_sizes: bool = True) -> Run:
     """Examine all steps of a run (or a single checkpoint), in a directory or below a URL.
+
+    ``has_sizes``: a step with a file that is missing or cut off is not complete.
 
     Raises NotACheckpoint if the directory does not exist; an empty one is not an error.
     """
     location = absolute(directory)
     try:
-        run = RunDirectory(location, has_sizes=True)
+        run = RunDirectory(location, has_sizes)
     except FileNotFoundError as error:
         name = os.fspath(directory)
         raise NotACheckpoint(f"directory {name} does not exist") from error
@@ -233,31 +237,43 @@ def list_run(directory: str | os.PathLike[str]) -> Run:
     return Run(location, _examine_itself(location), tuple(steps), tuple(trackers))
 
 
-def latest_step(directory: Directory, problem: NotACheckpoint) -> str:
+def latest_step(
+    directory: Directory, problem: NotACheckpoint, moved: Callable[[], object] = int
+) -> str:
     """The latest complete step of the run in a directory that is no checkpoint itself.
 
-    Raises ``problem`` if no step is there, NotACheckpoint with the steps if none is complete.
+    Calls ``moved`` after each step that is not. Raises ``problem`` if no step is there,
+    NotACheckpoint with the steps if none is complete.
     """
+    location = absolute(directory)
     try:
-        run = list_run(directory)
-        entries = root_at(run.location).list()
+        run = RunDirectory(location, has_sizes=True)
     except (CheckpointingException, OSError):
         raise problem from None
     # What a save left in part: a folder in it is no step.
-    is_own = any(e in _OWN or e.startswith(PREFIX) for e in entries)
-    if is_own or not run.steps:
+    if any(e in _OWN or e.startswith(PREFIX) for e in run.entries):
         raise problem
-    if run.latest is None:
-        names = [f"{s.name} ({s.reason or 'complete'})" for s in run.steps]
-        raise NotACheckpoint(
-            f"{problem}; it contains {join_truncated(names, _MOST_STEPS)}: is one meant?"
-        ) from problem
-    logger.warning(
-        "%s is the directory of a run: its latest complete step, %s, is read",
-        directory,
-        run.latest.name,
-    )
-    return f"{run.location}/{run.latest.name}"
+    names = [n for names in run.names_by_step().values() for n in reversed(names)]
+    names += sorted(run.names().difference(names))
+    others: list[str] = []
+    for name in names[:_MOST_EXAMINED]:
+        for step in run.examine(name):
+            if step.complete and step.step is not None:
+                logger.warning(
+                    "%s is the directory of a run: its latest complete step, %s, is read (newer, "
+                    "but not complete: %s)",
+                    directory,
+                    step.name,
+                    join_truncated(others, _MOST_STEPS) or "none",
+                )
+                return f"{location}/{step.name}"
+            others.append(f"{step.name} ({step.reason or 'complete'})")
+        moved()
+    if not others:
+        raise problem
+    raise NotACheckpoint(
+        f"{problem}; it contains {join_truncated(others, _MOST_STEPS)}: is one meant?"
+    ) from problem
 
 
 class RunDirectory:

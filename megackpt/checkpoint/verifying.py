@@ -384,8 +384,8 @@ def verify(
                 reading.done = report.bytes
                 return report
 
-        report: Report = executor.call(
-            f"verifying {directory}", in_run, directory, verified_at
+        _, report = executor.call(
+            f"verifying {directory}", in_run, directory, verified_at, executor.alive
         )
         running.bytes = report.bytes
         if report.problems:

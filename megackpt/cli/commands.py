@@ -75,8 +75,9 @@ def verify(options: argparse.Namespace) -> Answer:
     try:
         find_storage(options.checkpoint)
     except NotACheckpoint:
-        run = list_run(options.checkpoint)
-        if run.latest is not None:
+        # A step that is cut off is damaged, not incomplete.
+        run = list_run(options.checkpoint, has_sizes=False)
+        if any(step.complete for step in run.steps):
             return _verify_run(run, options)
     report = verify_checkpoint(options.checkpoint)
     status = _verdict(report, options.allow_unchecked)
@@ -84,9 +85,9 @@ def verify(options: argparse.Namespace) -> Answer:
 
 
 def _verify_run(run: Run, options: argparse.Namespace) -> Answer:
-    """Verify all complete steps. The status is that of the worst one."""
-    complete = [step for step in run.steps if step.complete]
-    skipped = [f"{s.name}: {s.reason}" for s in run.steps if not s.complete]
+    """Verify all steps whose save is complete. The status is that of the worst one."""
+    complete = [step for step in run.steps if step.complete is not False]
+    skipped = [f"{s.name}: {s.reason}" for s in run.steps if s.complete is False]
 
     def verified(step: Step) -> Report | CheckpointingException:
         try:
@@ -99,7 +100,8 @@ def _verify_run(run: Run, options: argparse.Namespace) -> Answer:
     steps, problems, status = [], [], 0
     for step, report in zip(complete, reports, strict=True):
         if isinstance(report, NotACheckpoint):
-            skipped.append(f"{step.name}: {report}")  # it was removed meanwhile
+            # It was removed meanwhile, or is of a format that megackpt does not read.
+            skipped.append(f"{step.name}: {report}")
             continue
         if isinstance(report, CheckpointingException):
             report = Report(step.name, 0, 0, 0, False, (), unread=(str(report),))
@@ -138,14 +140,15 @@ def diff(options: argparse.Namespace) -> Answer:
     tolerance = None
     if options.rtol is not None or options.atol is not None:
         tolerance = Tolerance(options.rtol or 0.0, options.atol or 0.0)
-    a, b = (in_run(each, open_checkpoint) for each in (options.a, options.b))
+    a_path, a = in_run(options.a, open_checkpoint)
+    b_path, b = in_run(options.b, open_checkpoint)
     found = compare(a, b, options.select, tolerance, options.read)
     is_empty = not (found.compared or found.only_a or found.only_b)
     if is_empty and options.select != "*":
         raise MismatchError(
             f"neither {options.a} nor {options.b} has a key that matches {options.select!r}"
         )
-    data = {"a": options.a, "b": options.b, "same": found.same, **vars(found)}
+    data = {"a": a_path, "b": b_path, "same": found.same, **vars(found)}
     if options.html:
         from megackpt.cli.report import comparison_map
 
@@ -227,7 +230,7 @@ def convert(options: argparse.Namespace) -> Answer:
         # An option has a wrong value, or options contradict each other.
         options.usage_error(str(error))
         raise
-    return Answer({"source": options.source, **vars(done)})
+    return Answer(vars(done))
 
 
 def export_hf(options: argparse.Namespace) -> Answer:
@@ -249,17 +252,19 @@ def export_hf(options: argparse.Namespace) -> Answer:
             # An option has a wrong value.
             options.usage_error(str(error))
             raise
-    return Answer({"source": options.source, **vars(done)})
+    return Answer(vars(done))
 
 
 def show(options: argparse.Namespace) -> Answer:
     """Raises MismatchError if no key matches, NotACheckpoint, CorruptCheckpoint, StorageError."""
-    opened = in_run(options.checkpoint, partial(open_checkpoint, every_table=False))
+    path, opened = in_run(
+        options.checkpoint, partial(open_checkpoint, every_table=False)
+    )
     manifest = opened.manifest
     numbers = _select(manifest, options.checkpoint, options.key)
     name, version = manifest.backend
     data: dict[str, Any] = {
-        "location": options.checkpoint,
+        "location": path,
         "format": name,
         "version": version,
         "save_id": manifest.save_id,

@@ -58,10 +58,11 @@ Progress = Callable[[int, int], None]
 class Converted:
     """The result of a conversion. Sizes in bytes of the target's raw data.
 
-    ``resumed``: bytes that an earlier run had written. ``overflows``: key -> finite values beyond
-    the range of the dtype that they were cast to.
+    ``source``: the checkpoint that was read. ``resumed``: bytes that an earlier run had written.
+    ``overflows``: key -> finite values beyond the range of the dtype that they were cast to.
     """
 
+    source: str
     target: str
     format: str
     tensors: int
@@ -354,6 +355,7 @@ class Conversion:
         tensors = self.manifest.tensors
         objects = sum(entry.meta.is_object for entry in tensors)
         return Converted(
+            self.source,
             target,
             self.backend.properties.name,
             len(tensors) - objects,

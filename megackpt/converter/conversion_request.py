@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megackpt import limits
 from megackpt.backends.base import Backend
-from megackpt.checkpoint import Directory, Opened, absolute, in_run, open_checkpoint
+from megackpt.checkpoint import Directory, absolute, in_run, open_checkpoint
 from megackpt.checkpoint.ownership import is_replaceable
 from megackpt.converter.budget import parse_size
 from megackpt.converter.conversion import (
@@ -144,13 +145,11 @@ def convert(
     backend, tasks = _target_backend(to, shards)
 
     with closing(Executor(timeout)) as executor:
-
-        def opened_at(place: Directory) -> tuple[str, Opened]:
-            return _resolve_path(place), open_checkpoint(place, moved=executor.alive)
-
-        source_path, opened = executor.call(
-            f"opening {source_path}", in_run, source, opened_at
+        opened_at = partial(open_checkpoint, moved=executor.alive)
+        place, opened = executor.call(
+            f"opening {source_path}", in_run, source, opened_at, executor.alive
         )
+    source_path = _resolve_path(place)
     if table is not None:
         opened = _MAP_CHECKPOINT.load()(table, opened)
     if callable(beside):

@@ -25,6 +25,7 @@ from megackpt.checkpoint import (
     Directory,
     Opened,
     backend_of,
+    in_run,
     open_checkpoint,
     open_same,
 )
@@ -32,7 +33,6 @@ from megackpt.errors import (
     CheckpointingException,
     CheckpointReplaced,
     CorruptCheckpoint,
-    NotACheckpoint,
     StorageError,
 )
 from megackpt.planning.box import Box
@@ -96,16 +96,8 @@ class LoadSession:
 
         Like ``checkpoint.in_run`` with ``checkpoint.open_checkpoint``.
         """
-        opening, place = f"opening {directory}", directory
         opened = partial(open_checkpoint, asked=asked, moved=self.alive)
-        try:
-            return place, self.call(opening, opened, place)
-        except NotACheckpoint as error:
-            # A load of a checkpoint does without the import.
-            from megackpt.checkpoint.run_directory import latest_step
-
-            place = self.call(opening, latest_step, directory, error)
-        return place, self.call(opening, opened, place)
+        return self.call(f"opening {directory}", in_run, directory, opened, self.alive)
 
     def open_same(
         self, directory: Directory, manifest: Manifest, asked: Strategy | None

@@ -12,7 +12,10 @@ import torch
 
 import megackpt
 from megackpt import ShardedTensor
-from megackpt.errors import NotACheckpoint
+from megackpt.__main__ import main
+from megackpt.checkpoint.run_directory import RunDirectory, Step, latest_step
+from megackpt.errors import NotACheckpoint, StorageError
+from megackpt.storage import LocalStorage
 from megackpt.testing import ThreadedGroup
 from tests.cli.conftest import make_state
 
@@ -41,7 +44,7 @@ def damage(file: Path) -> None:
 def test_the_latest_complete_step_is_read(
     run: Path, plain: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert f"location: {run}" in plain("show", run)
+    assert f"location: {run}/iter_0000002\n" in plain("show", run)
     assert "same: no" in plain("diff", run, run / "iter_0000001", status=1)
     assert "same: yes" in plain("diff", run, run / "iter_0000002")
     plain("convert", run, run.parent / "out", "--to", "zarr")
@@ -52,8 +55,66 @@ def test_the_latest_complete_step_is_read(
     assert megackpt.verify(run).location == f"{run}/iter_0000002"
     assert not megackpt.check_is_distributed_checkpoint(run)
     said = {record.message for record in caplog.records}
-    line = "is the directory of a run: its latest complete step, iter_0000002, is read"
+    line = (
+        "is the directory of a run: its latest complete step, iter_0000002, is read (newer, but "
+        f"not complete: iter_0000003 ({run}/iter_0000003 is not a distributed checkpoint: it is "
+        "empty))"
+    )
     assert said >= {f"{run} {line}"}
+
+
+def test_answers_name_the_step_that_was_read(
+    run: Path, asked: Callable[..., Any]
+) -> None:
+    latest = str(run / "iter_0000002")
+    assert asked("show", run)["location"] == latest
+    found = asked("diff", run, run / "iter_0000002")
+    assert (found["a"], found["b"]) == (latest, latest)
+    found = asked("convert", run, run.parent / "out", "--to", "zarr")
+    assert found["source"] == latest
+
+
+def test_only_steps_down_to_the_first_complete_one_are_examined(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, examine = [], RunDirectory.examine
+
+    def examined(self: RunDirectory, name: str) -> list[Step]:
+        names.append(name)
+        return examine(self, name)
+
+    monkeypatch.setattr(RunDirectory, "examine", examined)
+    assert megackpt.load_plain_tensors(run)["w"][0, 0] == 2
+    assert names == ["iter_0000003", "iter_0000002"]
+
+
+def test_a_large_directory_that_is_no_run_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(300):
+        (tmp_path / f"folder{number}").mkdir()
+        (tmp_path / str(number)).mkdir()
+    listed, entries = [], LocalStorage.list
+
+    def listing(self: LocalStorage, name: str = "") -> list[str]:
+        listed.append(name)
+        return entries(self, name)
+
+    monkeypatch.setattr(LocalStorage, "list", listing)
+    with pytest.raises(NotACheckpoint, match=r"contains 299 \(.*and 90 more: is one"):
+        megackpt.load({}, tmp_path)
+    assert len(listed) < 1000
+
+
+def test_the_search_for_a_step_can_be_stopped(run: Path) -> None:
+    problem, stopped = NotACheckpoint("none"), StorageError("given up")
+
+    def moved() -> None:
+        raise stopped
+
+    with pytest.raises(StorageError) as raised:
+        latest_step(run, problem, moved)
+    assert raised.value is stopped
 
 
 def test_all_ranks_read_the_same_step(run: Path) -> None:
@@ -108,6 +169,47 @@ def test_verify_reads_all_steps(
     assert [step["ok"] for step in found["steps"]] == [False, True, True]
     assert found["problems"][0].startswith("iter_0000001: ")
     assert "'w'" in plain("verify", run, *more, status=1)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "metadata.json"])
+def test_verify_finds_what_a_step_has_lost(
+    run: Path, asked: Callable[..., Any], name: str
+) -> None:
+    (run / "iter_0000002" / name).unlink()
+    found = asked("verify", run, status=1)
+    assert [step["ok"] for step in found["steps"]] == [True, False]
+    assert f"{name} is missing" in found["problems"][0].replace(
+        ", written by rank 0,", ""
+    )
+    assert [text.split(":")[0] for text in found["skipped"]] == ["iter_0000003"]
+
+
+def test_verify_finds_a_file_that_is_cut_off(
+    run: Path, asked: Callable[..., Any]
+) -> None:
+    shutil.rmtree(run / "iter_0000001")
+    with (run / "iter_0000002/__0_0.distcp").open("r+b") as file:
+        file.truncate(1000)
+    found = asked("verify", run, status=1)
+    assert not found["ok"]
+    assert "truncated" in found["problems"][0]
+
+
+def test_verify_reads_steps_without_a_number(
+    tmp_path: Path, asked: Callable[..., Any]
+) -> None:
+    megackpt.save(make_state(), tmp_path / "run/final")
+    (step,) = asked("verify", tmp_path / "run")["steps"]
+    assert (step["name"], step["ok"]) == ("final", True)
+
+
+@pytest.mark.parametrize("jobs", ["x", "0", "-1", "1.5"])
+def test_a_wrong_number_of_jobs_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path), f"--jobs={jobs}"])
+    assert f"{jobs!r} is no whole number from 1 on" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_digests_has_a_status_of_its_own(
