@@ -204,7 +204,9 @@ class FileSystemReader(StorageReader):
         return self._session.call(name, self._found, rank)
 
     def _found(self, rank: int | None) -> OpenCheckpoint:
-        return in_run(self.path, partial(_open, rank=rank, moved=self._session.alive))
+        alive = self._session.alive
+        _, found = in_run(self.path, partial(_open, rank=rank, moved=alive), alive)
+        return found
 
     def _opened(self) -> OpenCheckpoint:
         if self._checkpoint is None:
