@@ -106,11 +106,11 @@ def test_replaced_at_the_very_moment(tmp_path, saves, monkeypatch):
     saves.save(tmp_path / "c", 1)
     real, left = opening_room._read, [2]
 
-    def read(storage, *arguments):
+    def read(storage, **options):
         if left[0]:
             left[0] -= 1
             saves.save(tmp_path / "c", 10 + left[0])
-        return real(storage, *arguments)
+        return real(storage, **options)
 
     monkeypatch.setattr(opening_room, "_read", read)
     assert saves.load(tmp_path / "c") == 10
@@ -120,9 +120,9 @@ def test_always_replaced(tmp_path, saves, monkeypatch):
     saves.save(tmp_path / "c", 1)
     real = opening_room._read
 
-    def read(storage, *arguments):
+    def read(storage, **options):
         saves.save(tmp_path / "c", 2)
-        return real(storage, *arguments)
+        return real(storage, **options)
 
     monkeypatch.setattr(opening_room, "_read", read)
     with pytest.raises(CheckpointReplaced, match="again and again"):
