@@ -53,8 +53,11 @@ def as_huggingface(
             for shard in shards
             if isinstance(shard, ShardedTensor)
         ]
-        functions = {p: rule for p, rule in table.items() if callable(rule)}
-        rules = {**table, **dict.fromkeys(functions)}
+        functions: dict[str, Any] = {}
+        rules: Any = table
+        if isinstance(table, Mapping):  # else ``link`` raises
+            functions = {p: rule for p, rule in table.items() if callable(rule)}
+            rules = {**table, **dict.fromkeys(functions)}
         linked: dict[TensorId, Any] = {}
         for tensor, pieces in link(rules, tensors, rest=rest).items():
             if any(p.alternating is not None or p.factor != 1 for p in pieces):
