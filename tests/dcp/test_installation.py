@@ -39,6 +39,7 @@ from megackpt.dcp import (
     installation,
     uninstall,
 )
+from tests.torch_names import HAS_STAGERS
 
 STOCK = dcp.FileSystemWriter, dcp.FileSystemReader
 OURS = FileSystemWriter, FileSystemReader
@@ -108,7 +109,8 @@ def test_the_stager_copies_the_local_tensor_of_a_dtensor_alone() -> None:
         memory.zero_()
         other.zero_()
         assert type(copied) is DTensor
-        assert copied._spec is value._spec
+        if HAS_STAGERS:  # torch 2.8 copies what the method returns once more
+            assert copied._spec is value._spec
         assert copied.to_local().tolist() == [[2, 3], [4, 5]]
         assert with_attributes.label == ["mine"]
         assert with_attributes.label is not other.label
