@@ -90,6 +90,7 @@ _ROW, _PATCH = np.dtype("<u4"), np.dtype("<i8")
 _SAMPLE = 1024
 _NUMBERS = 1 << 31  # tensors, files and ranks are numbered in 32 bits
 _INFINITY = 0x7F800000  # the bits of a float32
+_DIGITS = 12  # of the milliseconds that a save takes
 _ROOM = 16  # chunks x dimensions that one byte of index may describe
 
 
@@ -485,6 +486,8 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
     if manifest.differing:
         head["differing"] = list(manifest.differing)
     text = json.dumps(head, separators=(",", ":")).encode()
+    # The size of an index does not depend on the time that the save took.
+    text += b" " * (_DIGITS - len(str(manifest.milliseconds)))
     parts = [_START.pack(MAGIC, VERSION, len(text)), text]
     for _, column in packed.values():
         parts += column

@@ -130,11 +130,12 @@ class SaveSession:
             with self._executor.waiting_for_ranks():
                 ask()
 
-        seconds = time.perf_counter() - self.total.started_at
-        manifest = replace(manifest, milliseconds=1 + int(1000 * seconds))
         commit = self.begun.commit
-        # A caller without a group makes the events.
+        # A caller without a group makes the events. Conversions of equal checkpoints are equal.
         is_operation = bool(self.total.operation.name)
+        if is_operation:
+            seconds = time.perf_counter() - self.total.started_at
+            manifest = replace(manifest, milliseconds=1 + int(1000 * seconds))
         with events.stage("commit") if is_operation else nullcontext():
             self.call("commit", commit, backend, manifest, reread, confirm_here)
         self.transaction = None

@@ -265,7 +265,11 @@ def test_the_wire_is_that_of_real_ranks(
     real = open_checkpoint(tmp_path / "c").manifest
     common = real.chunks_of("common_state")[0].location.length
     save = simulator.simulate_save(
-        DENSE.padded(2), Parallelism(*job), backend_named("torch_dist"), common
+        DENSE.padded(2),
+        Parallelism(*job),
+        backend_named("torch_dist"),
+        common,
+        milliseconds=real.milliseconds,
     )
     before = np.zeros_like(told[:, 0])
     for number, operation in enumerate(OPERATIONS):

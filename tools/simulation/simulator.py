@@ -95,8 +95,12 @@ def simulate_save(
     backend: Backend,
     common: int = 4096,
     validate: bool = True,
+    milliseconds: int = 0,
 ) -> Save:
-    """Plan a save with the common state of ``common`` bytes, as the coordinator does, from what the ranks send it."""
+    """Plan a save with the common state of ``common`` bytes, as the coordinator does, from what the ranks send it.
+
+    ``milliseconds``: how long the save takes, which its index says.
+    """
     clock = Clock()
     with clock("declare"):
         parts = model.declared(job)
@@ -115,7 +119,9 @@ def simulate_save(
     planned = _with_common(planned, common)
     with clock("locate"):
         results = write_results(backend, plans, planned)
-        manifest = located(backend, planned, results)
+        manifest = replace(
+            located(backend, planned, results), milliseconds=milliseconds
+        )
     small, index, plain, opened = _contents(clock, backend, manifest)
     written = np.zeros(job.ranks, np.int64)
     np.add.at(written, planned.chunks.writer, planned.chunks.length)
