@@ -251,7 +251,7 @@ def read_by() -> dict[str, Callable[[Mapping[str, Any]], Any]]:
         "convert": convert,
         "megackpt show": command("show", "{checkpoint}", "--chunks", "--json"),
         "megackpt show --common": command("show", "{checkpoint}", "--common"),
-        "megackpt verify": command("verify", "{checkpoint}"),
+        "megackpt verify": command("verify", "{checkpoint}", "--allow-unchecked"),
         "megackpt diff": command("diff", "{checkpoint}", "{healthy}", "--json"),
         "megackpt ls": command("ls", "{run}"),
     }

@@ -78,8 +78,21 @@ def held_reads(
         going_on.set()
 
 
+@pytest.fixture(autouse=True)
+def earlier() -> Iterator[None]:
+    """Threads that other tests of this process have left, such as those of unclosed queues."""
+    _EARLIER.update(threading.enumerate())
+    yield
+    _EARLIER.clear()
+
+
+_EARLIER: set[threading.Thread] = set()
+
+
 def of_megackpt() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("megackpt")]
+    """Threads of megackpt that this test has started."""
+    started = [each for each in threading.enumerate() if each not in _EARLIER]
+    return [each.name for each in started if each.name.startswith("megackpt")]
 
 
 def descriptors(folder: Path) -> list[str]:

@@ -73,8 +73,8 @@ def together(
 
 
 def compute(steps: int) -> None:
-    numbers = torch.ones(SIDE, SIDE)
-    product = torch.empty(SIDE, SIDE)
+    numbers = torch.ones(SIDE, SIDE, device="cpu")
+    product = torch.empty(SIDE, SIDE, device="cpu")
     for _ in range(steps):
         torch.matmul(numbers, numbers, out=product)
 
