@@ -108,11 +108,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
     help_text = "read everything and check every digest"
     verify = _add_command(commands, "verify", help_text)
-    help_text = f"{place}; or a run, of which all steps are read"
+    help_text = f"{place}; or a run: all its steps are read"
     verify.add_argument("checkpoint", metavar="CKPT", help=help_text)
     help_text = "how many steps of a run are read at once (default: 1)"
     verify.add_argument("--jobs", type=_count, metavar="N", default=1, help=help_text)
-    help_text = f"exit with {EXIT_OK}, not {EXIT_UNCHECKED}, where there are no digests"
+    help_text = f"exit with {EXIT_OK}, not {EXIT_UNCHECKED}, without digests"
     verify.add_argument("--allow-unchecked", action="store_true", help=help_text)
 
     help_text = "compare two checkpoints, of any formats"
@@ -238,7 +238,7 @@ def _add_command(
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 

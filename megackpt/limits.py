@@ -40,9 +40,9 @@ GREETINGS = 64
 CONTROL_MESSAGE_BYTES = 1 << 34
 """Bytes. A larger message between ranks is refused."""
 WORKER_STOP_SECONDS = 5.0
-"""Seconds. A cancelled asynchronous save or load has so long to stop by itself."""
+"""Seconds. A cancelled asynchronous save or load may take this time to stop."""
 EXIT_SECONDS = 60.0
-"""Seconds. At the end of a process, disks and ranks that do not answer so long are given up."""
+"""Seconds. At the end of a process, disks and ranks without an answer for this time are left."""
 
 # Saving.
 
@@ -62,8 +62,8 @@ LATE_FILE_SECONDS = 5.0
 # File systems.
 
 DIRECT_BYTES = _from_environment("DIRECT_BYTES", 16 << 20, least=0)
-"""Bytes. From here on, a ``torch_dist`` file of an asynchronous save bypasses the page cache; one of
-a synchronous save where that is faster. 0: no file does. Override: ``MEGACKPT_DIRECT_BYTES``."""
+"""Bytes. From here on, a ``torch_dist`` file of an asynchronous save bypasses the page cache; a
+file of a synchronous save where that is faster. 0: no file does. Override: ``MEGACKPT_DIRECT_BYTES``."""
 RETRY_SECONDS = 0.5
 """Seconds. A read, stat or list that fails for a moment (ESTALE, EIO) is repeated for so long."""
 RETRY_MINUTE_SECONDS = 10.0

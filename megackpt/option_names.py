@@ -51,7 +51,7 @@ def meant_by(name: str, value: object, options: Iterable[str]) -> str:
 def refuse_options(
     call: Callable[..., object], unknown: Mapping[str, object]
 ) -> NoReturn:
-    """Raise TypeError for an option that a call does not have, and name what is meant."""
+    """Raise TypeError for an option that a call does not have, and name the right option."""
     name, value = next(iter(unknown.items()))
     advice = meant_by(name, value, signature(call).parameters)
     raise TypeError(f"{call.__name__} has no option {name}={value!r:.60}{advice}")

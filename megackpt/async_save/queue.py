@@ -145,7 +145,7 @@ class AsyncCallsQueue:
         staging_bytes: make staging memory of this size ready in a thread, so that the first save
             does not wait for new pages. It is the size of this rank's save: its part of the
             tensors, and its share of replicas. None: the share of a whole checkpoint that this
-            process has loaded, or loads before its first save. 0: nothing.
+            process has loaded, or loads before its first save. 0: no memory.
     """
 
     def __init__(

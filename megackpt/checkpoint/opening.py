@@ -133,7 +133,7 @@ def in_run(
     Returns the directory that was read, and the result. A WARNING names the step.
 
     Raises:
-        NotACheckpoint: that of ``read``. It lists the steps of a run without a complete one.
+        NotACheckpoint: the error of ``read``, with the steps of a run without a complete step.
     """
     try:
         return directory, read(directory)

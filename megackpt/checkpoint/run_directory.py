@@ -240,7 +240,7 @@ def list_run(directory: Directory, has_sizes: bool = True) -> Run:
 def latest_step(
     directory: Directory, problem: NotACheckpoint, moved: Callable[[], object] = int
 ) -> str:
-    """The latest complete step of the run in a directory that is no checkpoint itself.
+    """The latest complete step of the run in a directory that is not a checkpoint itself.
 
     Calls ``moved`` after each step that is not. Raises ``problem`` if no step is there,
     NotACheckpoint with the steps if none is complete.
@@ -250,7 +250,7 @@ def latest_step(
         run = RunDirectory(location, has_sizes=True)
     except (CheckpointingException, OSError):
         raise problem from None
-    # What a save left in part: a folder in it is no step.
+    # Parts of a failed save: a folder in them is not a step.
     if any(e in _OWN or e.startswith(PREFIX) for e in run.entries):
         raise problem
     names = [n for names in run.names_by_step().values() for n in reversed(names)]
@@ -388,9 +388,9 @@ def naming_of(style: str) -> Naming:
 
 
 def step_number(step: int) -> int:
-    """The step as an int. Raises ValueError if it is negative, TypeError if it is no number."""
+    """The step as an int. Raises ValueError if it is negative, TypeError if it is not a number."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
-        raise TypeError(f"step={step!r:.60} is no step: give an int, step=int(...)")
+        raise TypeError(f"step={step!r:.60} is not a step: give an int, step=int(...)")
     number = int(operator.index(step))
     if number < 0:
         raise ValueError(f"step={number}: a step is 0 or more")

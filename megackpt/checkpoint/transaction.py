@@ -84,8 +84,8 @@ COUNTED_AT_ONCE = 16 * DIGEST_BLOCK
 between blocks."""
 
 TIMED_FILES = 4
-"""Synchronous saves that write fewer bytes on a rank than so many times ``limits.DIRECT_BYTES`` are
-buffered. Larger ones bypass the page cache where that is faster."""
+"""Times ``limits.DIRECT_BYTES``: synchronous saves that write fewer bytes on a rank are buffered.
+Larger saves bypass the page cache where that is faster."""
 
 _FIRST_PAUSE = 0.05  # seconds; each further one is twice as long
 

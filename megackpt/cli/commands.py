@@ -85,7 +85,7 @@ def verify(options: argparse.Namespace) -> Answer:
 
 
 def _verify_run(run: Run, options: argparse.Namespace) -> Answer:
-    """Verify all steps whose save is complete. The status is that of the worst one."""
+    """Verify all steps whose save is complete. The status is the worst status of a step."""
     complete = [step for step in run.steps if step.complete is not False]
     skipped = [f"{s.name}: {s.reason}" for s in run.steps if s.complete is False]
 

@@ -88,7 +88,7 @@ class TensorDifference:
     distance: float | None = None
     """The Euclidean norm of A - B; None if the tensor was not read."""
     norm: float | None = None
-    """The Euclidean norm of B in the chunks that were read: those that differ."""
+    """The Euclidean norm of B in the chunks that were read, which are the chunks that differ."""
     noted_a: Noted | None = None
     noted_b: Noted | None = None
     first: list[Element] = field(default_factory=list)

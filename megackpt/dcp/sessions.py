@@ -212,7 +212,7 @@ def _by_engine(
     """Save or load as ``megackpt.save`` and ``load`` do. Collective.
 
     False where a planner has to plan: where a state is not plain, or the engine refuses it, since
-    a planner's error says more. Nothing was written or read then, except where the engine refuses
+    a planner's error says more. No byte was written or read then, except where the engine refuses
     an object that it has read.
     """
     path = os.fspath(storage.path)

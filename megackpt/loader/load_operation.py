@@ -143,7 +143,7 @@ def load(
         transform: pattern of keys asked for -> how stored tensors make such a tensor: a stored name
             or a rule (``Fuse``, ``Part``, ``Transpose``, ``Padded`` of ``megackpt.huggingface``);
             None: it keeps its values; or a function, see ``as_huggingface``. The patterns are those
-            of ``megackpt.huggingface``. Keys that fit none are loaded under their own names.
+            of ``megackpt.huggingface``. Keys that fit no rule are loaded under their names.
         asynchronous: return an AsyncLoadRequest when all ranks have compared and planned. A thread
             reads meanwhile. ``wait`` of the request, collective, returns the value.
         timeout: how long any rank waits in one collective step, or in one call to its storage.
@@ -303,7 +303,7 @@ class _LoadOperation:
         sizes = chunks.boxes.volume * itemsizes(self.manifest.tensors)[chunks.tensor]
         stored, total = int(sizes.sum()), self.total.operation.bytes
         if total >= stored > 0:
-            # The ranks save what they have loaded, and share replicas equally.
+            # The ranks save the loaded tensors, and share replicas equally.
             POOL.expected = self.memory.nbytes * stored // total
             if POOL.is_expecting:
                 prepare()
@@ -449,7 +449,7 @@ class _LoadOperation:
         return plan_exchange(wanted, self.manifest, [apart for _, apart in parts])
 
     def prepare(self) -> LoadPlan:
-        """What this rank reads, and the memory for all that it wants."""
+        """The reads of this rank, and the memory for all rows that it wants."""
         wanted = self.compared.wanted
         self.memory = target_of(wanted, self.manifest, self.compared.tensors())
         synchronize(self.memory.tensors)
@@ -465,7 +465,7 @@ class _LoadOperation:
         return {row: len(blob) for row, blob in self.memory.blobs.items()}
 
     def read_beside(self) -> dict[int, int]:
-        """``read`` on a thread beside other work."""
+        """``read`` on a thread, during other work."""
         self.session.lower_priority()
         return self.read()
 

@@ -54,7 +54,7 @@ from megackpt.storage import Executor, Storage
 from megackpt.strategies import Strategy
 
 NICE = 5
-"""Added to the nice value of threads that read beside other work: their share is a third then."""
+"""Added to the nice value of threads that read during other work: their share is a third then."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

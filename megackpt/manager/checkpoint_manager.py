@@ -425,7 +425,7 @@ class CheckpointManager(SaveDecisions):
             transform: see ``megackpt.load``. Steps on the hosts are passed over.
             only: the names of the objects to restore, of those given: "model", or several.
                 ``strict`` is RAISE_UNEXPECTED then: other stored keys are not warned of.
-            partial: fill what is stored; tensors that are not keep their values, and one INFO line
+            partial: fill the stored tensors; the remaining tensors keep their values. An INFO line
                 counts both. ``strict`` has no effect, and no older step replaces a damaged one.
             sharded_state_dict, strict and further options: see ``megackpt.load``.
 

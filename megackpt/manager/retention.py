@@ -230,7 +230,7 @@ class Retention:
     ) -> None:
         """Note the metrics of a complete step, and forget metrics of steps that are gone.
 
-        Without metrics, and if no step stays by a metric, do nothing. ``advance`` raises if the
+        Without metrics, and if no step stays by a metric, return. ``advance`` raises if the
         storage was given up.
         """
         if not (metrics or self.rules.keep_best):

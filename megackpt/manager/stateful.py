@@ -85,7 +85,7 @@ class StatefulObjects:
         objects: modules, optimizers of these modules, other objects with ``state_dict`` and
             ``load_state_dict`` (torch's Stateful protocol), and dicts of any values.
         process_group: of the ranks that save, with the meaning it has for the manager.
-        options: the options of the methods of the manager, which are no names of objects.
+        options: the options of the methods of the manager: an object may not have such a name.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class StatefulObjects:
         for name, value in self._objects.items():
             try:
                 if isinstance(value, Module):
-                    # A partial load may have found nothing.
+                    # A partial load may have found no key.
                     own = state.get(name, {})
                     set_model_state_dict(value, own, options=_NOT_STRICT)
                 elif name in self._optimizers:
@@ -410,7 +410,7 @@ def with_digests(
 
 
 def report_kept(group: Group, state: Mapping[Any, Any], kept: set[str]) -> None:
-    """Log what a partial load has filled on this rank, and the keys that are not stored."""
+    """Log which keys a partial load has filled on this rank, and which are not stored."""
     logger.log(
         logging.INFO if group.is_coordinator else logging.DEBUG,
         "partial: %d tensors are filled; %d keys are not stored, and keep their values: %s",

@@ -38,7 +38,7 @@ logger = logging.getLogger("megackpt.staging")
 _ALIGNMENT = 64  # bytes
 _LARGE = 1 << 20  # bytes
 _SPARE = 16  # a guess is prepared if this many times its size is available on the host
-_LOOKS_EVERY = 5.0  # seconds, at the memory that is left beside a guess
+_LOOKS_EVERY = 5.0  # seconds between two looks at the memory that is left
 
 _Move = Callable[[int, int, int], object]
 _move_large: _Move = ctypes.memmove  # releases the interpreter's lock
@@ -51,7 +51,7 @@ _move_small: _Move = ctypes.PYFUNCTYPE(
 def copy_to_host(source: TensorSource, cap: int | None = None) -> HostCopy | None:
     """Copy all rows of a save plan, objects included. CPU tensors may be changed after that.
 
-    Copies of tensors of a device may still run then, together with kernels that only read the tensors.
+    Copies of tensors of a device may still run then, with kernels that only read the tensors.
     Call ``hold()`` of the copy before work that changes them. Readers of the copy wait for it.
 
     Returns None where this copy does not fit into memory with the earlier ones: ``cap`` (None:
@@ -95,7 +95,7 @@ def prepare(nbytes: int | None = None) -> None:
     """Make ``nbytes`` of staging memory ready for the next copy, in a thread.
 
     New pages, and pinning them for CUDA, take several times as long as the copy itself. None: for
-    the first copy of this process, once a load has told its size and a queue waits for it, if much
+    the first copy of this process, once a load has given its size and a queue waits for it, if much
     memory is available. This memory is freed if little is left before that copy.
     """
     is_guess = nbytes is None

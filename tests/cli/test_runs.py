@@ -209,7 +209,7 @@ def test_a_wrong_number_of_jobs_is_named(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["verify", str(tmp_path), f"--jobs={jobs}"])
-    assert f"{jobs!r} is no whole number from 1 on" in capsys.readouterr().err
+    assert f"{jobs!r} is not a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_a_checkpoint_without_digests_has_a_status_of_its_own(
