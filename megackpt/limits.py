@@ -63,7 +63,8 @@ LATE_FILE_SECONDS = 5.0
 
 DIRECT_BYTES = _from_environment("DIRECT_BYTES", 16 << 20, least=0)
 """Bytes. From here on, a ``torch_dist`` file of an asynchronous save bypasses the page cache; a
-file of a synchronous save where that is faster. 0: no file does. Override: ``MEGACKPT_DIRECT_BYTES``."""
+file of a synchronous save where that is faster. 0: no file does. Override:
+``MEGACKPT_DIRECT_BYTES``."""
 RETRY_SECONDS = 0.5
 """Seconds. A read, stat or list that fails for a moment (ESTALE, EIO) is repeated for so long."""
 RETRY_MINUTE_SECONDS = 10.0
