@@ -124,7 +124,7 @@ class Packing:
             if crc.tobytes() != crc_bytes(crc32c(found)):
                 raise CorruptCheckpoint(f"{where}: the chunk does not match its crc32c")
         if self.compressor is not None:
-            found = _decompress(self.compressor, found, size, where)
+            found = decompress(self.compressor, found, size, where)
         if len(found) != size:
             raise CorruptCheckpoint(
                 f"{where}: the chunk has {len(found)} bytes instead of {size}"
@@ -142,7 +142,8 @@ def crc_bytes(crc: int) -> memoryview:
     return memoryview(crc.to_bytes(_CRC_BYTES, "little"))
 
 
-def _decompress(name: str, data: Octets, size: int, where: str) -> Octets:
+def decompress(name: str, data: Octets, size: int, where: str) -> Octets:
+    """The content of a frame of "zstd" or "blosc"; CorruptCheckpoint unless it has this size."""
     try:
         # Both codecs trust the sizes in their headers, so these are compared first.
         header = data[:_ZSTD_HEADER].tobytes()
@@ -161,7 +162,7 @@ def _decompress(name: str, data: Octets, size: int, where: str) -> Octets:
         codec.decode(data, decoded)
     except (ValueError, RuntimeError, MemoryError) as error:
         raise CorruptCheckpoint(
-            f"{where}: {name} cannot decompress the chunk: {error}"
+            f"{where}: {name} cannot decompress it: {error}"
         ) from error
     return decoded
 

@@ -1,0 +1,1 @@
+"""Versions of weights, of which each is stored as what changed since the version before."""

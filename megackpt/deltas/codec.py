@@ -1,0 +1,135 @@
+"""The codec of changes: places and differences of the elements that changed, in byte planes.
+
+docs/delta-format.md describes each byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numcodecs.zstd import compress
+from numpy.typing import NDArray
+
+from megackpt.backends.zarr.codecs import decompress
+from megackpt.errors import CorruptCheckpoint
+
+Bits = NDArray[Any]
+"""The bits of elements in one dimension: an array of a little-endian unsigned dtype, such as <u2."""
+Kind = Literal["same", "changes", "whole"]
+
+_LEVEL = 1  # of zstd
+_WHOLE = 0.5
+"""The share of changed elements from which all elements are stored."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The elements of a box, in row-major order, as they differ from the version before.
+
+    ``gap_bytes`` is the number of byte planes of the gaps. ``payload`` is one frame of zstd, empty
+    if no element changed.
+    """
+
+    kind: Kind
+    changes: int
+    gap_bytes: int
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Places of elements in row-major order, ascending, and new bits minus old bits."""
+
+    places: NDArray[np.int64]
+    differences: Bits
+
+
+def encode(old: Bits | None, new: Bits) -> Encoded:
+    """Encode ``new``. ``old`` has the same dtype and length; None: there is no version before."""
+    if old is None:
+        return _whole(new)
+    places = np.flatnonzero(old != new)
+    if not len(places):
+        return Encoded("same", 0, 0, b"")
+    if len(places) >= _WHOLE * len(new):
+        return _whole(new)
+    gaps = np.diff(places, prepend=-1) - 1
+    gap_bytes = max(1, -(-int(gaps.max()).bit_length() // 8))
+    differences = _zigzag(new[places] - old[places])
+    planes = [*_planes(gaps.astype("<u8"))[:gap_bytes], *_planes(differences)]
+    payload = compress(b"".join(planes), _LEVEL)
+    return Encoded("changes", len(places), gap_bytes, payload)
+
+
+def decode(encoded: Encoded, dtype: np.dtype[Any], length: int) -> Changes | Bits:
+    """The changes of a box of ``length`` elements, or all its bits.
+
+    Raises CorruptCheckpoint for a payload that is not of such a box.
+    """
+    size, count, gap_bytes = dtype.itemsize, encoded.changes, encoded.gap_bytes
+    if encoded.kind == "whole":
+        return _from_planes(_unpacked(encoded, length * size), dtype)
+    if encoded.kind == "same":
+        return Changes(np.empty(0, np.int64), np.empty(0, dtype))
+    if not (0 < count <= length and 0 < gap_bytes <= 8):
+        raise CorruptCheckpoint(
+            f"{count} changes with gaps of {gap_bytes} bytes do not fit {length} elements"
+        )
+    raw = _unpacked(encoded, count * (gap_bytes + size))
+    gaps = np.zeros((8, count), np.uint8)
+    gaps[:gap_bytes] = raw[: count * gap_bytes].reshape(gap_bytes, count)
+    wide = _from_planes(gaps.reshape(-1), np.dtype("<u8"))
+    # Compared one by one first: a forged sum could wrap around.
+    if int(wide.max()) < length:
+        places = np.cumsum(wide.astype(np.int64) + 1) - 1
+        if int(places[-1]) < length:
+            zigzag = _from_planes(raw[count * gap_bytes :], dtype)
+            return Changes(places, _unzigzag(zigzag))
+    raise CorruptCheckpoint(f"a changed element is not one of the {length} of its box")
+
+
+def apply(encoded: Encoded, bits: Bits) -> None:
+    """Turn the bits of the version before into the bits of this version, in place."""
+    found = decode(encoded, bits.dtype, len(bits))
+    if isinstance(found, Changes):
+        bits[found.places] += found.differences
+    else:
+        bits[:] = found
+
+
+def _whole(new: Bits) -> Encoded:
+    payload = compress(b"".join(_planes(new)), _LEVEL)
+    return Encoded("whole", len(new), 0, payload)
+
+
+def _zigzag(differences: Bits) -> Bits:
+    """Map 0, -1, 1, -2, 2 to 0, 1, 2, 3, 4: small differences have small numbers."""
+    signed = differences.view(differences.dtype.str.replace("u", "i"))
+    shift = 8 * differences.dtype.itemsize - 1
+    zigzag: Bits = ((signed << 1) ^ (signed >> shift)).view(differences.dtype)
+    return zigzag
+
+
+def _unzigzag(zigzag: Bits) -> Bits:
+    one = zigzag.dtype.type(1)
+    differences: Bits = (zigzag >> one) ^ (~(zigzag & one) + one)
+    return differences
+
+
+def _planes(bits: Bits) -> list[bytes]:
+    """The lowest bytes of all elements, then the second ones, and so on."""
+    table = np.ascontiguousarray(bits).view(np.uint8).reshape(len(bits), -1)
+    return [table[:, plane].tobytes() for plane in range(table.shape[1])]
+
+
+def _from_planes(raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> Bits:
+    planes = raw.reshape(dtype.itemsize, -1)
+    bits: Bits = np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
+    return bits
+
+
+def _unpacked(encoded: Encoded, size: int) -> NDArray[np.uint8]:
+    payload = np.frombuffer(encoded.payload, np.uint8)
+    return decompress("zstd", payload, size, "a piece of a delta")
