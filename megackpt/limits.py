@@ -74,6 +74,8 @@ RETRY_MINUTE_SECONDS = 10.0
 
 CONFIG_BYTES = 1 << 20
 """Bytes. A larger ``metadata.json`` belongs to another program."""
+VERSION_BYTES = 1 << 30
+"""Bytes. The largest ``version.json`` of a version of weights that is read."""
 INTEGRITY_BYTES = 1 << 28
 """Bytes. The largest ``integrity.json`` of Megatron that is read."""
 DCP_METADATA_BYTES = _from_environment("DCP_METADATA_BYTES", 1 << 32)

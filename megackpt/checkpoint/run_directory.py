@@ -80,6 +80,8 @@ NAMINGS = (
     # Also NeMo and BioNeMo.
     Naming("lightning", re.compile(r"(?:.*[-_. ])?step=(\d+)(?!\d).*")),
     Naming("orbax", re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")),
+    # A chain of weights: megackpt.deltas.
+    Naming("versions", re.compile(r"version_(\d+)")),
     Naming("plain", re.compile(r"(\d+)"), "{}"),
 )
 

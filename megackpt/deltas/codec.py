@@ -5,6 +5,7 @@ docs/delta-format.md describes each byte.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ Bits = NDArray[Any]
 """The bits of elements in one dimension: an array of a little-endian unsigned dtype, such as <u2."""
 Kind = Literal["same", "changes", "whole"]
 
+_KINDS: tuple[Kind, ...] = ("same", "changes", "whole")
+_HEADER = struct.Struct("<BB6xQ")  # kind, gap_bytes, changes
 _LEVEL = 1  # of zstd
 _WHOLE = 0.5
 """The share of changed elements from which all elements are stored."""
@@ -37,6 +40,19 @@ class Encoded:
     gap_bytes: int
     payload: bytes
 
+    def packed(self) -> bytes:
+        """The bytes of a piece in its file: the header, and the payload."""
+        kind = _KINDS.index(self.kind)
+        return _HEADER.pack(kind, self.gap_bytes, self.changes) + self.payload
+
+    @classmethod
+    def parsed(cls, data: bytes) -> Encoded:
+        """Raises CorruptCheckpoint for bytes that do not begin with a header."""
+        if len(data) < _HEADER.size or data[0] >= len(_KINDS):
+            raise CorruptCheckpoint("a piece of a delta does not begin with a header")
+        kind, gap_bytes, changes = _HEADER.unpack_from(data)
+        return cls(_KINDS[kind], changes, gap_bytes, data[_HEADER.size :])
+
 
 @dataclass(frozen=True)
 class Changes:
@@ -46,11 +62,17 @@ class Changes:
     differences: Bits
 
 
-def encode(old: Bits | None, new: Bits) -> Encoded:
-    """Encode ``new``. ``old`` has the same dtype and length; None: there is no version before."""
+def encode(
+    old: Bits | None, new: Bits, places: NDArray[np.int64] | None = None
+) -> Encoded:
+    """Encode ``new``. ``old`` has the same dtype and length; None: there is no version before.
+
+    ``places``: of the elements that differ, if the caller knows them.
+    """
     if old is None:
         return _whole(new)
-    places = np.flatnonzero(old != new)
+    if places is None:
+        places = np.flatnonzero(old != new)
     if not len(places):
         return Encoded("same", 0, 0, b"")
     if len(places) >= _WHOLE * len(new):

@@ -19,6 +19,7 @@ from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import SavePlan, carried_dtype, itemsizes
 from megackpt.staging.devices import COPIED_AT_ONCE, has_streams, host_blocks, parts
 from megackpt.state.shard_columns import is_cut
+from megackpt.state.storable import dtype_named
 
 _SMALL = 64 << 10  # bytes
 _COMPARED = 1 << 22  # addresses of elements that are compared with one another
@@ -222,7 +223,8 @@ class TensorSource:
 
     ``held[i]`` is the tensor of row i of the rank's declarations, or a function that serializes its
     object; row i of ``holders`` is the box that it fills. Contiguous CPU tensors are not copied.
-    ``memory`` has the tensors for which the plan has rows.
+    ``memory`` has the tensors for which the plan has rows. A tensor of another dtype than its row
+    is converted, row by row.
     """
 
     plan: SavePlan
@@ -230,9 +232,20 @@ class TensorSource:
     holders: Boxes
 
     def __post_init__(self) -> None:
-        used = {*self.plan.source.tolist()}
+        plan = self.plan
+        self.dtypes = [
+            None if entry.meta.is_object else dtype_named(entry.meta.dtype)
+            for entry in plan.tensors
+        ]
+        used = dict(zip(plan.source.tolist(), plan.tensor.tolist(), strict=True))
+        # Memory of another dtype than the row's does not count.
         self.memory = HostMemory.of(
-            value if i in used else None for i, value in enumerate(self.held)
+            value
+            if isinstance(value, torch.Tensor)
+            and i in used
+            and value.dtype == self.dtypes[used[i]]
+            else None
+            for i, value in enumerate(self.held)
         )
 
     @cached_property
@@ -269,11 +282,12 @@ class TensorSource:
             raise TypeError(f"row {row} is an object: it has no tensor")
         if is_cut(value):
             raise storage_error(str(self.plan.row(row).shard))
-        if whole:
-            return value.detach()
-        item = self.plan.row(row)
-        holder = self.holders.row(source, len(item.meta.shape))
-        return region(value.detach(), holder, item.shard.box)
+        value = value.detach()
+        if not whole:
+            item = self.plan.row(row)
+            holder = self.holders.row(source, len(item.meta.shape))
+            value = region(value, holder, item.shard.box)
+        return value.to(self.dtypes[self.plan.tensor[row]])
 
     def check(self, rows: Any = slice(None)) -> None:
         """Raise ShardingError if the storage of one of these rows was freed or resized."""

@@ -46,21 +46,22 @@ class Format:
 
 
 def _built_in(name: str, version: int, place: str, needs: str) -> Format:
-    load = EntryPoint(name, f"megackpt.backends.{place}", ENTRY_POINTS).load
+    load = EntryPoint(name, f"megackpt.{place}", ENTRY_POINTS).load
     return Format(name, version, load, f"pip install {needs}")
 
 
 # In the order in which they are asked to recognise a directory.
 BUILT_IN = (
-    _built_in("torch_dist", 1, "torch_dist:TorchDist", "torch"),
-    _built_in("safetensors", 1, "safetensors:Safetensors", "numpy"),
-    _built_in("orbax", 1, "orbax:Orbax", "tensorstore"),
-    _built_in("zarr", 2, "zarr:Zarr", "numcodecs google-crc32c tensorstore zarr"),
+    _built_in("torch_dist", 1, "backends.torch_dist:TorchDist", "torch"),
+    _built_in("safetensors", 1, "backends.safetensors:Safetensors", "numpy"),
+    _built_in("orbax", 1, "backends.orbax:Orbax", "tensorstore"),
+    _built_in("zarr", 2, "backends.zarr:Zarr", "numcodecs google-crc32c tensorstore zarr"),
     _built_in(
-        "torch_checkpointing", 2, "torch_checkpointing:TorchCheckpointing", "torch"
+        "torch_checkpointing", 2, "backends.torch_checkpointing:TorchCheckpointing", "torch"
     ),
-    _built_in("torch", 1, "torch_file:TorchFile", "torch"),
-    _built_in("deepspeed", 2, "deepspeed:DeepSpeed", "torch"),
+    _built_in("torch", 1, "backends.torch_file:TorchFile", "torch"),
+    _built_in("delta", 1, "deltas.delta_format:Delta", "numcodecs"),
+    _built_in("deepspeed", 2, "backends.deepspeed:DeepSpeed", "torch"),
 )
 
 

@@ -59,7 +59,8 @@ class WriteResult:
 
     A format may cut a row of the plan (``item``) into several chunks, whose ``boxes`` (global
     coordinates) tile the row's. ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each
-    chunk: xxh3-128 of each block of its raw bytes (for objects: of the blob).
+    chunk: xxh3-128 of each block of its raw bytes (for objects: of the blob). ``note`` is for
+    ``Backend.finish``, which finds it in ``Manifest.notes``.
     """
 
     item: Int64
@@ -69,6 +70,7 @@ class WriteResult:
     start: Int64
     length: Int64
     digests: Digests
+    note: bytes = b""
 
     @classmethod
     def of_rows(
@@ -175,6 +177,7 @@ class Manifest:
         differing: keys of the tensors whose replicas differed when they were saved; see
             ``Strategy.on_mismatch``.
         milliseconds: how long the save took up to its commit; 0 if that is not known.
+        notes: for a save, the note of each rank in its WriteResult. The index does not have it.
         tables: the files without chunks that ``Backend.read_manifest`` read it from, but for
             ``metadata.json``. Our index does not have it: it names such files with their digests.
     """
@@ -190,6 +193,7 @@ class Manifest:
     values: TensorValues | None = None
     differing: tuple[str, ...] = ()
     milliseconds: int = 0
+    notes: tuple[bytes, ...] = ()
 
     @classmethod
     def of(
@@ -271,7 +275,8 @@ class Manifest:
                 [self.chunks.digests, *(result.digests for result in results)]
             ),
         )
-        return replace(self, chunks=chunks, files=files)
+        notes = tuple(result.note for result in results)
+        return replace(self, chunks=chunks, files=files, notes=notes)
 
 
 class TensorParts:

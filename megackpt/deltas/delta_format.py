@@ -1,0 +1,191 @@
+"""The format "delta": a checkpoint that stores what changed since another checkpoint.
+
+    version.json       the place in the chain, and the digest of each tensor before and after
+    changes_00000.bin  the pieces that rank 0 wrote: see docs/delta-format.md
+    metadata.json      the name and version of the format
+
+A reader reads the anchor of the chain, and adds the changes of each version after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megackpt.backends.base import (
+    Properties,
+    ReadOnlyBackend,
+    Target,
+    run_in_threads,
+)
+from megackpt.backends.ranges import read_raw
+from megackpt.checkpoint import Opened
+from megackpt.deltas.chain import Version, chain_of
+from megackpt.deltas.codec import Encoded, decode
+from megackpt.deltas.pieces import change, in_words, word_dtype, words
+from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.loader.regions import Region, Regions
+from megackpt.planning.box import Box, Int64
+from megackpt.planning.load_plan import plan_load
+from megackpt.planning.manifest import (
+    OBJECT,
+    Declarations,
+    LoadPlan,
+    Manifest,
+    ReadItem,
+    TensorMeta,
+    itemsizes,
+)
+from megackpt.storage import Storage
+
+PIECE_BYTES = 16 << 20
+"""Bytes of the largest piece, and of a piece of an anchor."""
+_GROUP_BYTES = 64 << 20  # that are in memory at a time, in each of THREADS threads
+_GROUP_ROWS = 4096
+
+
+class Delta(ReadOnlyBackend):
+    """No options. A WeightPublisher writes it."""
+
+    properties: ClassVar[Properties] = Properties(
+        "delta",
+        1,
+        frozenset({1}),
+        max_item_bytes=PIECE_BYTES,
+        encoding="native",
+        read_only=True,
+    )
+
+    def read_manifest(self, root: Storage) -> NoReturn:
+        raise BackendError(
+            f"{root.called} has lost its megackpt.index: a delta cannot be read without it"
+        )
+
+    def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
+        is_blob = itemsizes(plan.manifest.tensors) == 0
+        is_blob = is_blob[plan.manifest.chunks.tensor[plan.chunk]]
+        read_raw(root, plan.take(is_blob), into, verify)
+        rows = plan.take(~is_blob)
+        if len(rows):
+            chain = chain_of(Version.of(Opened(root, self, plan.manifest, {})))
+            ChainReader(chain, rows, verify).read(into)
+
+
+class ChainReader:
+    """Reads the regions of a plan of the last version of a chain."""
+
+    def __init__(
+        self, chain: Sequence[Version], plan: LoadPlan, verify: bool = True
+    ) -> None:
+        """Raises MismatchError if a version of the chain lacks a tensor of the plan."""
+        self._plan = plan
+        self._verify = verify
+        self._anchor = Regions(chain[0].opened, verify)
+        manifest = plan.manifest
+        self._tensor = manifest.chunks.tensor[plan.chunk]
+        volume = plan.boxes.volume
+        self._nbytes = volume * itemsizes(manifest.tensors)[self._tensor]
+        wanted = Declarations.of_boxes(
+            manifest.tensors, self._tensor, plan.boxes, self._nbytes
+        )
+        self._changes = [Pieces.of(v, wanted, verify) for v in chain[1:]]
+
+    def read(self, into: Target) -> None:
+        bounds = self._groups()
+
+        def work(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                self._read_group(bounds[number], bounds[number + 1], into)
+
+        run_in_threads(len(bounds) - 1, work)
+
+    def _groups(self) -> list[int]:
+        """Bounds of groups of rows with about _GROUP_BYTES."""
+        rows = np.arange(len(self._plan))
+        filled = np.cumsum(self._nbytes) // _GROUP_BYTES + rows // _GROUP_ROWS
+        inner = np.flatnonzero(np.diff(filled)) + 1
+        return [0, *inner.tolist(), len(self._plan)]
+
+    def _read_group(self, first: int, last: int, into: Target) -> None:
+        tensors = self._plan.manifest.tensors
+        numbers = self._anchor.opened.manifest.numbers()
+        regions: list[Region] = []
+        for row in range(first, last):
+            key, meta = tensors[self._tensor[row]]
+            box = self._plan.boxes.row(row, len(meta.shape))
+            regions.append((numbers[key], box))
+        arrays = self._anchor.arrays(regions)
+        holders = [
+            in_words(box, array.itemsize)
+            for (_, box), array in zip(regions, arrays, strict=True)
+        ]
+        as_words = list(map(words, arrays))
+        for pieces in self._changes:
+            for item, encoded in pieces.between(first, last):
+                row = item.target - first
+                piece = in_words(item.chunk.box, arrays[row].itemsize)
+                try:
+                    found = decode(encoded, as_words[row].dtype, piece.volume)
+                except CorruptCheckpoint as error:
+                    raise CorruptCheckpoint(
+                        f"{pieces.version.opened.storage.called}: {item.entry.key!r} "
+                        f"{item.chunk.box} in {item.chunk.location.file}: {error}"
+                    ) from error
+                change(as_words[row], holders[row], found, piece)
+        targets = self._plan.target[first:last].tolist()
+        for target, (_, box), array in zip(targets, regions, arrays, strict=True):
+            filled = into.open(target, box)
+            filled[...] = array
+            into.close(target, box, filled)
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The pieces of one version that meet wanted boxes."""
+
+    version: Version
+    plan: LoadPlan
+    verify: bool
+
+    @classmethod
+    def of(cls, version: Version, wanted: Declarations, verify: bool) -> Pieces:
+        return cls(version, plan_load(wanted, version.opened.manifest), verify)
+
+    def between(self, first: int, last: int) -> Iterator[tuple[ReadItem, Encoded]]:
+        """The pieces for wanted boxes [first, last), each with its bytes."""
+        begin, end = np.searchsorted(self.plan.target, (first, last)).tolist()
+        plan = self.plan.take(slice(begin, end))
+        blobs = _Blobs()
+        as_objects = replace(
+            plan, manifest=self._as_objects, target=np.arange(len(plan))
+        )
+        read_raw(self.version.opened.storage, as_objects, blobs, self.verify)
+        for number, item in enumerate(plan.rows()):
+            yield item, Encoded.parsed(blobs.data[number])
+
+    @cached_property
+    def _as_objects(self) -> Manifest:
+        """The manifest for code that reads objects: each piece is a blob."""
+        manifest = self.version.opened.manifest
+        entries = [
+            entry._replace(meta=TensorMeta(entry.meta.shape, OBJECT))
+            for entry in manifest.tensors
+        ]
+        return replace(manifest, tensors=tuple(entries))
+
+
+@dataclass(frozen=True, eq=False)
+class _Blobs(Target):
+    data: dict[int, bytes] = field(default_factory=dict)
+
+    def open(self, target: int, box: Box) -> NoReturn:
+        raise BackendError(f"row {target} is an object: it has no region {box}")
+
+    def blob(self, target: int, data: bytes) -> None:
+        self.data[target] = data
