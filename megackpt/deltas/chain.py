@@ -77,7 +77,8 @@ class Version:
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}, not {_FORMAT}")
             base = fields["base"]
-            numbers = [fields[n] for n in ("version", "anchor", *_SIZES)]
+            names = ("version", "anchor", "anchor_bytes", "chain_bytes")
+            numbers = [fields[name] for name in names]
             if any(type(number) is not int or number < 0 for number in numbers):
                 raise ValueError(f"{numbers} are not numbers and sizes")
             pairs = {
@@ -90,15 +91,12 @@ class Version:
             ValueError, KeyError, TypeError, AttributeError, RecursionError
         ) as error:  # fmt: skip
             raise CorruptCheckpoint(f"{where} is damaged: {error}") from error
-        number, *rest = numbers
-        return cls(opened, number, base, *rest, pairs)
+        number, anchor, anchor_bytes, chain_bytes = numbers
+        return cls(opened, number, base, anchor, anchor_bytes, chain_bytes, pairs)
 
     @property
     def save_id(self) -> str:
         return self.opened.manifest.save_id
-
-
-_SIZES = ("anchor_bytes", "chain_bytes")
 
 
 def version_file(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from numcodecs.zstd import compress
+from numcodecs.zstd import compress  # type: ignore[import-untyped]
 from numpy.typing import NDArray
 
 from megackpt.backends.zarr.codecs import decompress

@@ -10,15 +10,14 @@ A reader reads the anchor of the chain, and adds the changes of each version aft
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megackpt.backends.base import (
+    Backend,
     Properties,
     ReadOnlyBackend,
     Target,
@@ -28,10 +27,9 @@ from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import Opened
 from megackpt.deltas.chain import Version, chain_of
 from megackpt.deltas.codec import Encoded, decode
-from megackpt.deltas.pieces import change, in_words, word_dtype, words
+from megackpt.deltas.pieces import change, in_words, words
 from megackpt.errors import BackendError, CorruptCheckpoint
-from megackpt.loader.regions import Region, Regions
-from megackpt.planning.box import Box, Int64
+from megackpt.loader.regions import Landing, Region, Regions
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     OBJECT,
@@ -50,8 +48,8 @@ _GROUP_BYTES = 64 << 20  # that are in memory at a time, in each of THREADS thre
 _GROUP_ROWS = 4096
 
 
-class Delta(ReadOnlyBackend):
-    """No options. A WeightPublisher writes it."""
+class DeltaReading(Backend):
+    """The half of the format that reads."""
 
     properties: ClassVar[Properties] = Properties(
         "delta",
@@ -59,7 +57,6 @@ class Delta(ReadOnlyBackend):
         frozenset({1}),
         max_item_bytes=PIECE_BYTES,
         encoding="native",
-        read_only=True,
     )
 
     def read_manifest(self, root: Storage) -> NoReturn:
@@ -75,6 +72,12 @@ class Delta(ReadOnlyBackend):
         if len(rows):
             chain = chain_of(Version.of(Opened(root, self, plan.manifest, {})))
             ChainReader(chain, rows, verify).read(into)
+
+
+class Delta(DeltaReading, ReadOnlyBackend):
+    """No options. A WeightPublisher writes the format."""
+
+    properties: ClassVar[Properties] = replace(DeltaReading.properties, read_only=True)
 
 
 class ChainReader:
@@ -161,13 +164,13 @@ class Pieces:
         """The pieces for wanted boxes [first, last), each with its bytes."""
         begin, end = np.searchsorted(self.plan.target, (first, last)).tolist()
         plan = self.plan.take(slice(begin, end))
-        blobs = _Blobs()
+        blobs = Landing([], [], {})
         as_objects = replace(
             plan, manifest=self._as_objects, target=np.arange(len(plan))
         )
         read_raw(self.version.opened.storage, as_objects, blobs, self.verify)
         for number, item in enumerate(plan.rows()):
-            yield item, Encoded.parsed(blobs.data[number])
+            yield item, Encoded.parsed(blobs.blobs[number])
 
     @cached_property
     def _as_objects(self) -> Manifest:
@@ -178,14 +181,3 @@ class Pieces:
             for entry in manifest.tensors
         ]
         return replace(manifest, tensors=tuple(entries))
-
-
-@dataclass(frozen=True, eq=False)
-class _Blobs(Target):
-    data: dict[int, bytes] = field(default_factory=dict)
-
-    def open(self, target: int, box: Box) -> NoReturn:
-        raise BackendError(f"row {target} is an object: it has no region {box}")
-
-    def blob(self, target: int, data: bytes) -> None:
-        self.data[target] = data

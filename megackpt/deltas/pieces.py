@@ -66,9 +66,7 @@ def digest_of(entry: TensorEntry, box: Box, bits: Bits, places: Any = None) -> i
     return digest(key_of(entry.key), indices, bits)
 
 
-def change(
-    array: NDArray[Any], region: Box, found: Changes | Bits, piece: Box
-) -> None:
+def change(array: NDArray[Any], region: Box, found: Changes | Bits, piece: Box) -> None:
     """Turn words of a region into the words of the next version, as far as a piece has them.
 
     ``found``: the decoded words of the piece.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -15,7 +15,7 @@ from megackpt.adapters.dtensor import sharded
 from megackpt.adapters.megatron import from_megatron
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.checkpoint import absolute
-from megackpt.deltas.chain import Base, Version, latest, open_version, path_of
+from megackpt.deltas.chain import Version, latest, open_version, path_of
 from megackpt.deltas.snapshot import AnchorWriter, DeltaWriter, Snapshot
 from megackpt.distributed import DEFAULT_TIMEOUT, GroupLike, group_over
 from megackpt.errors import CheckpointExists, CheckpointReplaced, ShardingError
@@ -31,15 +31,6 @@ from megackpt.storage import Executor
 
 if TYPE_CHECKING:
     from megackpt.huggingface import Table
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """What rank 0 says of the next version. ``held``: the snapshot of each rank is of the base."""
-
-    base: Base | None
-    is_anchor: bool
-    held: bool
 
 
 class WeightPublisher:
@@ -122,13 +113,13 @@ class WeightPublisher:
             Exception: see ``megackpt.save``.
         """
         self.wait()
-        turn = self._turn(version)
+        base, is_anchor, is_held = self._turn(version)
         snapshot = self._snapshot
-        if not turn.held:
+        if not is_held:
             snapshot.forget()
-        if turn.base is not None and snapshot.base is None:
-            snapshot.base = partial(_open_base, self.url, turn.base)
-        kind = AnchorWriter if turn.is_anchor else DeltaWriter
+        if base is not None and snapshot.base is None:
+            snapshot.base = partial(_open_base, self.url, *base)
+        kind = AnchorWriter if is_anchor else DeltaWriter
         request = save(
             {"weights": self._weights(state)},
             path_of(self.url, version),
@@ -158,15 +149,17 @@ class WeightPublisher:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._queue.close(abort=kind is not None)
 
-    def _turn(self, version: int) -> _Turn:
-        """What comes next, by rank 0, which looks at the versions that are there."""
+    def _turn(self, version: int) -> tuple[tuple[int, str] | None, bool, bool]:
+        """By rank 0, which looks at the versions that are there: the number and save id of the
+        base, whether the version is an anchor, and whether the snapshots are of the base.
+        """
         self._snapshot.base = None
 
-        def decide() -> _Turn:
+        def decide() -> tuple[tuple[int, str] | None, bool, bool]:
             with closing(Executor(self._timeout)) as executor:
                 last = executor.call(f"opening {self.url}", latest, self.url)
             if last is None:
-                return _Turn(None, True, False)
+                return None, True, False
             if version <= last.number:
                 raise CheckpointExists(
                     f"{self.url} has version {last.number}: the next one is {last.number + 1}, "
@@ -181,7 +174,7 @@ class WeightPublisher:
             held = self._snapshot.save_id == last.save_id
             is_anchor = version - last.anchor >= self._anchor_every
             is_anchor |= last.chain_bytes > self._max_chain_share * last.anchor_bytes
-            return _Turn(Base(last.number, last.save_id), is_anchor, held)
+            return (last.number, last.save_id), is_anchor, held
 
         with group_over(
             self._process_group, self._timeout, f"publish {self.url}"
@@ -219,12 +212,12 @@ class _Converted(ShardedTensor):
         self.declared.validate_metadata_integrity()
 
 
-def _open_base(url: str, base: Base) -> Version:
+def _open_base(url: str, version: int, save_id: str) -> Version:
     """The version that rank 0 has opened."""
-    found = open_version(url, base.version)
-    if found.save_id != base.save_id:
+    found = open_version(url, version)
+    if found.save_id != save_id:
         raise CheckpointReplaced(
-            f"{path_of(url, base.version)} was save {base.save_id} on rank 0, and is "
-            f"{found.save_id} here: is the directory shared between all hosts?"
+            f"{path_of(url, version)} was save {save_id} on rank 0, and is {found.save_id} here: "
+            "is the directory shared between all hosts?"
         )
     return found

@@ -29,7 +29,7 @@ from megackpt.backends.base import (
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.deltas.chain import VERSION_FILE, Version, version_file
 from megackpt.deltas.codec import Bits, Encoded, apply, encode
-from megackpt.deltas.delta_format import PIECE_BYTES, Delta
+from megackpt.deltas.delta_format import PIECE_BYTES, DeltaReading
 from megackpt.deltas.pieces import digest_of, word_dtype
 from megackpt.deltas.tensor_digest import MODULUS
 from megackpt.errors import CorruptCheckpoint, MismatchError, join_truncated
@@ -206,10 +206,8 @@ class _Publication:
         return {VERSION_FILE: content}
 
 
-class DeltaWriter(_Publication, Delta):
+class DeltaWriter(_Publication, DeltaReading):
     """Writes what changed since the base."""
-
-    properties: ClassVar[Properties] = replace(Delta.properties, read_only=False)
 
     def layout(self, ranks: int, manifest: Manifest) -> Layout:  # noqa: ARG002
         names = [_file_name(rank) for rank in range(ranks)]
@@ -282,5 +280,3 @@ class _Compared(Source):
         item, bits = self.writer.bits(self.plan, self.data, row)
         self.writer.snapshot.compare(item, bits)
         yield bits.view(np.uint8).data
-
-

@@ -47,12 +47,12 @@ class Regions:
             np.empty(box.shape, carried_dtype(tensors[number].meta.itemsize))
             for number, box in regions
         ]
-        self._read(regions, _Landing(found, [box for _, box in regions], {}))
+        self._read(regions, Landing(found, [box for _, box in regions], {}))
         return found
 
     def blobs(self, regions: Sequence[Region]) -> list[bytes]:
         """The bytes of one object for each region (a unit box)."""
-        landing = _Landing([], [], {})
+        landing = Landing([], [], {})
         self._read(regions, landing)
         return [landing.blobs[row] for row in range(len(regions))]
 
@@ -63,7 +63,7 @@ class Regions:
             return None
         return self.blobs([(number, Box((), ()))])[0]
 
-    def _read(self, regions: Sequence[Region], landing: _Landing) -> None:
+    def _read(self, regions: Sequence[Region], landing: Landing) -> None:
         manifest = self.opened.manifest
         numbers = {number for number, _ in regions}
         if len(numbers) == 1:  # planned in time that depends on this tensor alone
@@ -78,7 +78,7 @@ class Regions:
 
 
 @dataclass(frozen=True, eq=False)
-class _Landing(Target):
+class Landing(Target):
     """The Target of a read: it writes directly into the arrays."""
 
     arrays: list[NDArray[Any]]

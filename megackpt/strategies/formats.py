@@ -55,9 +55,14 @@ BUILT_IN = (
     _built_in("torch_dist", 1, "backends.torch_dist:TorchDist", "torch"),
     _built_in("safetensors", 1, "backends.safetensors:Safetensors", "numpy"),
     _built_in("orbax", 1, "backends.orbax:Orbax", "tensorstore"),
-    _built_in("zarr", 2, "backends.zarr:Zarr", "numcodecs google-crc32c tensorstore zarr"),
     _built_in(
-        "torch_checkpointing", 2, "backends.torch_checkpointing:TorchCheckpointing", "torch"
+        "zarr", 2, "backends.zarr:Zarr", "numcodecs google-crc32c tensorstore zarr"
+    ),
+    _built_in(
+        "torch_checkpointing",
+        2,
+        "backends.torch_checkpointing:TorchCheckpointing",
+        "torch",
     ),
     _built_in("torch", 1, "backends.torch_file:TorchFile", "torch"),
     _built_in("delta", 1, "deltas.delta_format:Delta", "numcodecs"),

@@ -92,18 +92,6 @@ def copied(weights: Weights) -> Weights:
     return {key: tensor.clone() for key, tensor in weights.items()}
 
 
-def publish(
-    url: Path, number: int, weights: Weights, layout: Layout, ranks: int, **options: Any
-) -> None:
-    """One version, by publishers that know nothing of the versions before."""
-
-    def work(group: ThreadedGroup) -> None:
-        state = shards(weights, layout, group.rank)
-        WeightPublisher(url, process_group=group, **options).publish(number, state)
-
-    ThreadedGroup.run(ranks, work)
-
-
 def loaded(url: Path, number: int, like: Weights) -> Weights:
     found = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
     megackpt.load(megackpt.sharded(found), path_of(url, number))
@@ -114,6 +102,25 @@ def check(url: Path, number: int, expected: Weights) -> None:
     found = loaded(url, number, expected)
     for key, tensor in expected.items():
         assert_same(found[key], tensor, f"{key} of version {number}")
+
+
+def train(
+    url: Path,
+    first: int,
+    states: list[Weights],
+    layout: Layout,
+    ranks: int,
+    **options: Any,
+) -> None:
+    """Publish these states from version ``first`` on, every second one asynchronously."""
+
+    def work(group: ThreadedGroup) -> None:
+        with WeightPublisher(url, process_group=group, **options) as publisher:
+            for turn, state in enumerate(states):
+                mine = shards(state, layout, group.rank)
+                publisher.publish(first + turn, mine, asynchronous=turn % 2 == 1)
+
+    ThreadedGroup.run(ranks, work)
 
 
 def random_history(url: Path, seed: int) -> None:
@@ -130,17 +137,8 @@ def random_history(url: Path, seed: int) -> None:
         for _ in range(turns):
             change(chance, weights)
             states.append(copied(weights))
-        first = len(history)
-
-        def train(group: ThreadedGroup) -> None:
-            with WeightPublisher(
-                url, anchor_every=every, max_chain_share=9, process_group=group
-            ) as publisher:
-                for turn, state in enumerate(states):
-                    mine = shards(state, layout, group.rank)
-                    publisher.publish(first + turn, mine, asynchronous=turn % 2 == 1)
-
-        ThreadedGroup.run(ranks, train)
+        options = {"anchor_every": every, "max_chain_share": 9}
+        train(url, len(history), states, layout, ranks, **options)
         history += states
     for number, expected in enumerate(history):
         check(url, number, expected)
@@ -179,7 +177,11 @@ def test_five_hundred_geometries(tmp_path: Path) -> None:
 
 def model(seed: int = 0) -> Weights:
     torch.manual_seed(seed)
-    return {"a": torch.randn(40, 30) * 0.02, "b": torch.randn(17), "step": torch.ones(3)}
+    return {
+        "a": torch.randn(40, 30) * 0.02,
+        "b": torch.randn(17),
+        "step": torch.ones(3),
+    }
 
 
 def trained(weights: Weights) -> Weights:
@@ -212,7 +214,11 @@ def test_of_equal_size_a_dtype_is_converted_too(tmp_path: Path) -> None:
 
 
 def test_a_table_gives_hugging_faces_names(tmp_path: Path) -> None:
-    table = {"fc1": Fuse(("gate", "up")), "embedding": Padded("embed", 5), "extra": None}
+    table = {
+        "fc1": Fuse(("gate", "up")),
+        "embedding": Padded("embed", 5),
+        "extra": None,
+    }
     fc1, embedding = torch.randn(8, 6), torch.randn(7, 6)
     layout: Layout = {"fc1": (0, [0, 4, 8]), "embedding": (0, [0, 4, 7]), "extra": None}
 
@@ -248,7 +254,10 @@ def test_what_did_not_change_takes_no_space(tmp_path: Path) -> None:
         publisher.publish(1, weights)
         weights["w"][3, 4] += 1
         publisher.publish(2, weights)
-    sizes = [int(open_version(tmp_path, n).opened.manifest.chunks.length.sum()) for n in range(3)]
+    sizes = [
+        int(open_version(tmp_path, n).opened.manifest.chunks.length.sum())
+        for n in range(3)
+    ]
     assert sizes[0] > 1 << 20
     assert max(sizes[1:]) < 2048
 
@@ -275,7 +284,7 @@ def test_numbers_have_no_gaps_and_one_publisher_wins(tmp_path: Path) -> None:
     other.publish(1, trained(weights))
     with pytest.raises(CheckpointExists, match="the next one is 2, not 1"):
         one.publish(1, weights)
-    with pytest.raises(ShardingError, match="the next version .* is 2, not 7"):
+    with pytest.raises(ShardingError, match=r"the next version .* is 2, not 7"):
         one.publish(7, weights)
     # It goes on with what the other one has published.
     one.publish(2, weights)
@@ -293,7 +302,7 @@ def test_the_tensors_of_a_chain_stay_the_same(tmp_path: Path) -> None:
         {**weights, "new": weights["b"]},
         {"a": weights["a"], "step": weights["step"]},
     ):
-        with pytest.raises(MismatchError, match="'(b|new)'"):
+        with pytest.raises(MismatchError, match=r"'(b|new)'"):
             publisher.publish(1, wrong)
     publisher.publish(1, trained(weights))
     check(tmp_path, 1, trained(weights))
@@ -322,9 +331,11 @@ def test_a_version_that_fails_is_published_again(
         publisher.publish(0, shards(weights, layout, group.rank))
         group.broadcast("test", lambda: None)
         fails = True
+        wrong = shards(model(1), layout, group.rank)
+        if asynchronous:
+            publisher.publish(1, wrong, asynchronous)
         with pytest.raises(CheckpointingException, match="a fault of one rank"):
-            publisher.publish(1, shards(model(1), layout, group.rank), asynchronous)
-            publisher.wait()
+            publisher.wait() if asynchronous else publisher.publish(1, wrong)
         assert versions(tmp_path) == [0]
         group.broadcast("test", lambda: None)
         fails = False
@@ -395,13 +406,13 @@ def test_a_chain_of_which_a_version_is_missing_or_another(tmp_path: Path) -> Non
     with pytest.raises(NotACheckpoint, match="based on version 2, and that is gone"):
         WeightPublisher(tmp_path / "one").publish(4, weights)
     (tmp_path / "two" / "version_000002").rename(tmp_path / "one" / "version_000002")
-    with pytest.raises(MismatchError, match="is based on save .* of another chain"):
+    with pytest.raises(MismatchError, match=r"is based on save .* of another chain"):
         loaded(tmp_path / "one", 3, weights)
     (tmp_path / "one" / "version_000002").rename(tmp_path / "one" / "version_000007")
     with pytest.raises(CorruptCheckpoint, match="holds version 2: it was renamed"):
         open_version(tmp_path / "one", 7)
+    megackpt.save(megackpt.sharded(weights), tmp_path / "one" / "version_000009")
     with pytest.raises(NotACheckpoint, match="no version of weights"):
-        megackpt.save(megackpt.sharded(weights), tmp_path / "one" / "version_000009")
         open_version(tmp_path / "one", 9)
 
 
