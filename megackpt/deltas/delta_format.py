@@ -59,10 +59,22 @@ class DeltaReading(Backend):
         encoding="native",
     )
 
+    _chain: Sequence[Version] = ()
+
     def read_manifest(self, root: Storage) -> NoReturn:
         raise BackendError(
             f"{root.called} has lost its megackpt.index: a delta cannot be read without it"
         )
+
+    def chain(self, root: Storage, manifest: Manifest) -> Sequence[Version]:
+        """The chain of the version in ``root``. It is opened once, at the first read.
+
+        ``manifest``: of the version, or of a few tensors of it.
+        """
+        opened = Opened(root, self, manifest, {})
+        if not self._chain or self._chain[-1].save_id != manifest.save_id:
+            self._chain = chain_of(Version.of(opened))
+        return [*self._chain[:-1], replace(self._chain[-1], opened=opened)]
 
     def read(self, root: Storage, plan: LoadPlan, into: Target, verify: bool) -> None:
         is_blob = itemsizes(plan.manifest.tensors) == 0
@@ -70,8 +82,7 @@ class DeltaReading(Backend):
         read_raw(root, plan.take(is_blob), into, verify)
         rows = plan.take(~is_blob)
         if len(rows):
-            chain = chain_of(Version.of(Opened(root, self, plan.manifest, {})))
-            ChainReader(chain, rows, verify).read(into)
+            ChainReader(self.chain(root, plan.manifest), rows, verify).read(into)
 
 
 class Delta(DeltaReading, ReadOnlyBackend):
