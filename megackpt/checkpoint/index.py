@@ -41,7 +41,12 @@ from typing import Any, NoReturn
 import numpy as np
 
 from megackpt import gc_pause
-from megackpt.errors import BackendError, CheckpointingException, CorruptCheckpoint
+from megackpt.errors import (
+    BackendError,
+    CheckpointingException,
+    CorruptCheckpoint,
+    SaveInProgress,
+)
 from megackpt.planning.box import Boxes, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
@@ -64,6 +69,8 @@ VERSION = 1
 MAGIC = b"megackpt"
 _START = struct.Struct("<8sII")
 START = _START.size
+IN_PLACE = _START.pack(MAGIC, 0, 0)
+"""Stands in place of an index while ``megackpt.deltas.apply`` changes the files in place."""
 
 
 SmallFiles = Mapping[str, tuple[int, bytes]]
@@ -525,6 +532,7 @@ def decode_index(
     Raises:
         CorruptCheckpoint: the index is damaged, truncated or inconsistent.
         BackendError: a version of the index that this release does not know.
+        SaveInProgress: the files are changed in place.
     """
     try:
         try:
@@ -539,7 +547,7 @@ def decode_index(
             damaged("it does not match its own digest")
         head = parse_head(data[START:end])
         return decode_body(head, memoryview(data)[end:-DIGEST_SIZE]), head.small
-    except (CorruptCheckpoint, BackendError) as error:
+    except (CorruptCheckpoint, BackendError, SaveInProgress) as error:
         raise type(error)(f"{where}: {error}") from error
 
 
@@ -551,6 +559,11 @@ def head_length(start: bytes) -> int:
     """The bytes of the beginning and the head, from the first ``START`` bytes of an index."""
     if len(start) < START:
         damaged("it is truncated")
+    if start == IN_PLACE:
+        raise SaveInProgress(
+            "megackpt.deltas.apply changes these files in place, or died at it: call it with this "
+            "directory again"
+        )
     magic, version, length = _START.unpack_from(start)
     if magic != MAGIC:
         damaged("it does not begin as an index does")

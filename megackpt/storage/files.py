@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import stat
 import threading
 import time
@@ -56,7 +57,9 @@ _PIECE = 2 << 20
 _BLOCK = 4096
 """Bytes. Places and lengths of direct writes are multiples of this. Disks with larger blocks refuse
 the last direct write of a file, which is buffered then."""
-_UNSUPPORTED = frozenset((errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP))
+_UNSUPPORTED = frozenset(
+    (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
+)
 _refusing: set[int] = set()  # devices that refused a first direct write
 _TRIALS = 3
 """Synchronous saves of each kind that are timed before a device is decided."""
@@ -385,6 +388,20 @@ def create(name: str, folder: int, flags: int = NEW) -> int:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     finally:
         os.close(fd)
+
+
+def copy_file(source: str, target: str) -> None:
+    """Copy a file, durably. Both share their blocks where the file system can do that."""
+    with open(source, "rb") as reader, open(target, "xb") as writer:
+        try:
+            while os.copy_file_range(reader.fileno(), writer.fileno(), 1 << 30):
+                pass
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            shutil.copyfileobj(reader, writer, _BATCH)
+        writer.flush()
+        os.fsync(writer.fileno())
 
 
 def write_temporary(folder: int, data: bytes) -> str:

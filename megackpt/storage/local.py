@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from megackpt.storage.files import (
     LocalReader,
     LocalUpdater,
     LocalWriter,
+    copy_file,
     enter_folder,
     failure,
     make_folders,
@@ -366,6 +368,14 @@ class LocalStorage(Storage):
             with self._within("move up", f"{name}/{entry}") as (folder, last):
                 os.rename(last, last, src_dir_fd=folder, dst_dir_fd=self._fd)
         self.delete(name)
+
+    def copy_folder(self, name: str, to: str) -> None:
+        """Copy a folder of the root itself with all that is in it, durably."""
+        with self._refusals("copy", name):
+            shutil.copytree(
+                self._path(name), self._path(to), symlinks=True, copy_function=copy_file
+            )
+        self._sync(to)
 
     def exchange(self, one: str, other: str) -> bool:
         """Swap two entries of the root itself, durably and atomically. False if unsupported."""
