@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         materialize,
         patches,
         prune,
+        version_of,
     )
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "materialize",
     "patches",
     "prune",
+    "version_of",
 ]
 # An engine does not import the publisher.
 _READERS = [name for name in __all__ if name != "WeightPublisher"]

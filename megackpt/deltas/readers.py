@@ -396,6 +396,17 @@ def load(state: Any, url: str | Path, version: int, **options: Any) -> Any:
     return load_checkpoint(state, path_of(url, version), **options)
 
 
+def version_of(directory: str | Path) -> int | None:
+    """The version that a materialized directory has; None without a directory.
+
+    Raises NotACheckpoint if ``directory`` was not materialized.
+    """
+    try:
+        return _recorded(LocalStorage(absolute(directory))).version
+    except FileNotFoundError:
+        return None
+
+
 def latest_version(url: str | Path) -> int | None:
     """The highest number of a complete version. None if there is none."""
     found = latest(url)
