@@ -23,9 +23,9 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def emit(total: int, files: Mapping[str, str]) -> bytes:
-    """The content for tensors of ``total`` bytes in all; ``files``: key -> file."""
-    document = {"metadata": {"total_size": total}, "weight_map": files}
+def emit(metadata: Mapping[str, object], files: Mapping[str, str]) -> bytes:
+    """The content of the file. ``files``: key -> file."""
+    document = {"metadata": metadata, "weight_map": files}
     return (
         json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     ).encode()
@@ -47,8 +47,8 @@ def recognises(
         return False
 
 
-def read(root: Storage, name: str) -> dict[str, str]:
-    """Key -> file.
+def read(root: Storage, name: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """Key -> file, and the metadata, which are empty unless they are a dict.
 
     Raises CorruptCheckpoint for files that are missing, or not below this directory.
     """
@@ -59,9 +59,10 @@ def read(root: Storage, name: str) -> dict[str, str]:
         )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{where} cannot be parsed: {error}") from error
-    found = None
+    found = metadata = None
     if isinstance(document, dict):
         found = document.get("weight_map")
+        metadata = document.get("metadata")
     if not isinstance(found, dict) or not all(
         isinstance(file, str) for file in found.values()
     ):
@@ -75,7 +76,7 @@ def read(root: Storage, name: str) -> dict[str, str]:
         raise CorruptCheckpoint(
             f"{where} names files that are not there: {join_truncated(missing, separator=', ')}"
         )
-    return found
+    return found, metadata if isinstance(metadata, dict) else {}
 
 
 def check(

@@ -6,17 +6,18 @@ slime, miles, SGLang and ModelExpress share it: see docs/delta-format.md.
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import numpy as np
 import xxhash
-from numcodecs.zstd import compress
 from numpy.typing import NDArray
 
 from megackpt.backends import weight_maps
-from megackpt.backends.safetensors import INDEX
+from megackpt.backends.safetensors import INDEX, WHOLE
 from megackpt.backends.safetensors.headers import (
     read_header,
     refuse_unfit,
@@ -35,7 +36,7 @@ from megackpt.storage import Storage, read_again, read_dense, root_at
 Octets = NDArray[np.uint8]
 """The bytes of a tensor in C order, in one dimension."""
 
-_LEVEL = 1  # of zstd
+_NUMBER = re.compile(r"[0-9]{1,18}")
 _ALGORITHM = "adler32"  # the only one that ModelExpress reads
 _VALUES = {
     "delta_encoding": ("xor",),
@@ -46,26 +47,19 @@ _VALUES = {
 
 
 @dataclass(frozen=True)
-class Frame:
-    """A tensor that changed: a frame of zstd with the XOR, and the checksum of the new bytes."""
+class Stored:
+    """A tensor of a file: a frame, or the elements. The checksum is that of the elements."""
 
-    data: bytes
+    meta: TensorMeta
+    data: Octets
     checksum: str
 
 
 def checksum(algorithm: str, data: Octets) -> str:
     """The checksum as the format writes it, of "adler32" or "xxh3-128"."""
     if algorithm == _ALGORITHM:
-        return f"{zlib.adler32(data):08x}"
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def encode(old: Octets, new: Octets) -> Frame | None:
-    """The frame of a tensor, from arrays of one length. None: no byte changed."""
-    changed = old ^ new
-    if not changed.any():
-        return None
-    return Frame(compress(changed, _LEVEL), checksum(_ALGORITHM, new))
+        return f"{zlib.adler32(data.data):08x}"
+    return xxhash.xxh3_128_hexdigest(data.data)
 
 
 def folder(version: int) -> str:
@@ -74,35 +68,36 @@ def folder(version: int) -> str:
 
 
 def write_file(
-    root: Storage, number: int, count: int, frames: Mapping[str, Frame]
-) -> str:
-    """Write a file of a version durably: ``number``, from 0, of ``count``. Returns its name.
+    root: Storage, number: int, count: int, stored: Mapping[str, Stored]
+) -> dict[str, str]:
+    """Write a file of a version durably: ``number``, from 0, of ``count``. Returns tensor -> file.
 
     Raises BackendError naming the tensors that no safetensors file can hold.
     """
-    tensors = []
-    for key, frame in frames.items():
-        tensors.append(TensorEntry(key, TensorMeta((len(frame.data),), "uint8")))
+    tensors = [TensorEntry(key, one.meta) for key, one in stored.items()]
     refuse_unfit(tensors)
     name = f"model-{number:05}-of-{count:05}.safetensors"
-    checksums = {key: frame.checksum for key, frame in frames.items()}
+    checksums = {key: one.checksum for key, one in stored.items()}
     file = tensor_file(name, tensors, checksums)
     with root.create(name) as writer:
-        writer.expect(
-            len(file.head) + sum(len(frame.data) for frame in frames.values())
-        )
+        writer.expect(sum(place.length for place in file.places.values()))
         writer.write([memoryview(file.head)])
         for key in file.places:
-            writer.write([memoryview(frames[key].data)])
-    return name
+            writer.write([stored[key].data.data])
+    return dict.fromkeys(stored, name)
 
 
 def write_index(
-    root: Storage, version: int, base: int, files: Mapping[str, str]
+    root: Storage, files: Mapping[str, str], version: int, base: int | None
 ) -> None:
-    """Make a version visible, when its files are durable. ``files``: tensor -> file."""
-    metadata = {key: values[0] for key, values in _VALUES.items()}
-    metadata |= {"version": f"{version:06}", "base_version": f"{base:06}"}
+    """Make a version visible, when its files are durable. ``files``: tensor -> file.
+
+    ``base`` None: it is a full version.
+    """
+    metadata = {"checksum_format": _ALGORITHM}
+    if base is not None:
+        metadata = {key: values[0] for key, values in _VALUES.items()}
+        metadata |= {"version": f"{version:06}", "base_version": f"{base:06}"}
     root.put(INDEX, weight_maps.emit(metadata, files))
 
 
@@ -155,9 +150,9 @@ def read_version(root: Storage) -> XorVersion | None:
     """
     where = f"{root.location}/{INDEX}"
     if root.size(INDEX) is None:
-        if any(name.endswith(".safetensors") for name in root.list()):
+        if root.size(WHOLE) is not None:
             return None
-        raise NotACheckpoint(f"{root.location} has no version of weights")
+        raise NotACheckpoint(f"{root.location} has no complete version of weights")
     weight_map, metadata = weight_maps.read(root, INDEX)
     if "delta_encoding" not in metadata:
         return None
@@ -166,12 +161,11 @@ def read_version(root: Storage) -> XorVersion | None:
             raise BackendError(
                 f"{where} has the {name} {metadata.get(name)!r}: megackpt reads {' or '.join(known)}"
             )
-    numbers = []
-    for name in ("version", "base_version"):
-        text = metadata.get(name)
-        if not isinstance(text, str) or not (text.isascii() and text.isdecimal()):
-            raise CorruptCheckpoint(f"{where} has the {name} {text!r}, not a number")
-        numbers.append(int(text))
+    version, base = metadata.get("version"), metadata.get("base_version")
+    if not (_is_number(version) and _is_number(base)):
+        raise CorruptCheckpoint(
+            f"{where} has the version {version!r} on base {base!r}, which are not numbers"
+        )
     frames = {}
     held = []
     for file in dict.fromkeys(weight_map.values()):
@@ -189,7 +183,14 @@ def read_version(root: Storage) -> XorVersion | None:
                 )
             frames[key] = place, contents.metadata[key]
     weight_maps.check(where, weight_map, held)
-    return XorVersion(root, *numbers, metadata["checksum_format"], frames)
+    return XorVersion(
+        root, int(version), int(base), metadata["checksum_format"], frames
+    )
+
+
+def _is_number(text: Any) -> TypeGuard[str]:
+    """A version as slime writes it. More digits than that are refused, as int() takes long."""
+    return isinstance(text, str) and _NUMBER.fullmatch(text) is not None
 
 
 def read_chain(
@@ -203,7 +204,13 @@ def read_chain(
     chain: list[XorVersion] = []
     number = target
     while number != base:
-        found = read_version(root_at(f"{os.fspath(place)}/{folder(number)}"))
+        where = f"{os.fspath(place)}/{folder(number)}"
+        try:
+            found = read_version(root_at(where))
+        except FileNotFoundError:
+            raise NotACheckpoint(
+                f"{where} is missing: version {base} does not lead to version {target}"
+            ) from None
         if found is None:
             raise CorruptCheckpoint(
                 f"version {number} in {place} is a full version, so version {base} does not lead "
@@ -211,7 +218,7 @@ def read_chain(
             )
         if found.version != number or not base <= found.base < number:
             raise CorruptCheckpoint(
-                f"{found.root.location} is version {found.version} on base {found.base}, which "
+                f"{where} is version {found.version} on base {found.base}, which "
                 f"does not lead from version {base} to version {number}"
             )
         chain.insert(0, found)
@@ -229,18 +236,17 @@ def write_patched(base: Storage, chain: Sequence[XorVersion], target: Storage) -
     """
     missing = dict.fromkeys(key for version in chain for key in version.frames)
     for file in base.list():
-        where = f"{base.location}/{file}"
         if base.size(file) is None:
             continue
         if not file.endswith(".safetensors"):
             target.put(file, base.get(file))
             continue
-        contents = read_header(base, file)
+        tensors = read_header(base, file).tensors
         with base.open(file) as reader, target.create(file) as writer:
-            writer.expect(reader.size)
-            head = reader.size - sum(place.length for _, place in contents.tensors)
-            writer.write([memoryview(read_dense(reader, 0, head, where))])
-            for (key, _), place in contents.tensors:
+            head = reader.size - sum(place.length for _, place in tensors)
+            parts = [(entry.key, place) for entry, place in tensors]
+            for key, place in [("", Location(file, 0, head)), *parts]:
+                where = f"{key!r} in {base.location}/{file}"
                 data = read_dense(reader, place.start, place.length, where)
                 for version in chain:
                     version.patch(key, np.frombuffer(data, np.uint8))

@@ -153,7 +153,7 @@ class Safetensors(Backend):
             return Finished(replace(manifest, files=names), keys)
         total = sum(place.length for place in places.values())
         weight_map = {key: place.file for key, place in places.items()}
-        index = {INDEX: weight_maps.emit(total, weight_map)}
+        index = {INDEX: weight_maps.emit({"total_size": total}, weight_map)}
         return Finished(manifest, keys | index)
 
     def decoded_bytes(self, manifest: Manifest) -> Int64:
@@ -176,7 +176,7 @@ class Safetensors(Backend):
             )
         weight_map: dict[str, str] = {}
         if index:
-            weight_map = weight_maps.read(root, index)
+            weight_map, _ = weight_maps.read(root, index)
             files = list(dict.fromkeys(weight_map.values()))
         found: list[tuple[TensorEntry, Box, Location]] = []
         noted = []

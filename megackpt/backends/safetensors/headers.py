@@ -52,6 +52,7 @@ DTYPES = frozenset(_NAMES)
 """torch's names of the dtypes that these files can hold (safetensors 0.8)."""
 
 _PREFIX = 8
+_FORMAT = {"format": "pt"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def arranged(
             cuts.append(first)
     parts = [tensors[a:b] for a, b in pairwise([0, *cuts, len(tensors)])]
     if len(parts) == 1:
-        return [_file(f"{stem}.safetensors", parts[0])]
+        return [tensor_file(f"{stem}.safetensors", parts[0])]
     return numbered(dict(enumerate(parts, start=1)), stem, len(parts))
 
 
@@ -125,7 +126,7 @@ def numbered(
     files = []
     for number, part in parts.items():
         name = f"{stem}-{number:05}-of-{count:05}.safetensors"
-        files.append(_file(name, part))
+        files.append(tensor_file(name, part))
     return files
 
 
@@ -133,10 +134,15 @@ def _size(meta: TensorMeta) -> int:
     return math.prod(meta.shape) * meta.itemsize
 
 
-def _file(name: str, tensors: Sequence[TensorEntry]) -> TensorFile:
+def tensor_file(
+    name: str,
+    tensors: Sequence[TensorEntry],
+    metadata: Mapping[str, str] = _FORMAT,
+) -> TensorFile:
+    """A file of these tensors, with the notes of its author."""
     # As the reference writer does it: with large items first, each tensor is aligned to its items.
     ordered = sorted(tensors, key=lambda entry: (-entry.meta.itemsize, entry.key))
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: metadata}
     starts = []
     end = 0
     for key, meta in ordered:

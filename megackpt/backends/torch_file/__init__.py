@@ -71,7 +71,7 @@ class TorchFile(torch_reader.TorchReader):
         weight_map: dict[str, str] = {}
         tables = tuple(files)
         if index:
-            weight_map = weight_maps.read(root, index)
+            weight_map, _ = weight_maps.read(root, index)
             files = list(dict.fromkeys(weight_map.values()))
             tables = (index,)
         found: list[torch_reader.Shard] = []
