@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megackpt.backends.base import (
     Backend,
@@ -30,6 +31,7 @@ from megackpt.deltas.codec import Encoded, decode
 from megackpt.deltas.pieces import change, in_words, words
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.loader.regions import Landing, Region, Regions
+from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
 from megackpt.planning.manifest import (
     OBJECT,
@@ -135,23 +137,9 @@ class ChainReader:
             box = self._plan.boxes.row(row, len(meta.shape))
             regions.append((numbers[key], box))
         arrays = self._anchor.arrays(regions)
-        holders = [
-            in_words(box, array.itemsize)
-            for (_, box), array in zip(regions, arrays, strict=True)
-        ]
-        as_words = list(map(words, arrays))
+        boxes = [box for _, box in regions]
         for pieces in self._changes:
-            for item, encoded in pieces.between(first, last):
-                row = item.target - first
-                piece = in_words(item.chunk.box, arrays[row].itemsize)
-                try:
-                    found = decode(encoded, as_words[row].dtype, piece.volume)
-                except CorruptCheckpoint as error:
-                    raise CorruptCheckpoint(
-                        f"{pieces.version.opened.storage.called}: {item.entry.key!r} "
-                        f"{item.chunk.box} in {item.chunk.location.file}: {error}"
-                    ) from error
-                change(as_words[row], holders[row], found, piece)
+            pieces.apply(first, last, arrays, boxes)
         targets = self._plan.target[first:last].tolist()
         for target, (_, box), array in zip(targets, regions, arrays, strict=True):
             filled = into.open(target, box)
@@ -182,6 +170,31 @@ class Pieces:
         read_raw(self.version.opened.storage, as_objects, blobs, self.verify)
         for number, item in enumerate(plan.rows()):
             yield item, Encoded.parsed(blobs.blobs[number])
+
+    def apply(
+        self,
+        first: int,
+        last: int,
+        arrays: Sequence[NDArray[Any]],
+        boxes: Sequence[Box],
+    ) -> None:
+        """Turn wanted boxes [first, last) from the version before into those of this version.
+
+        ``arrays`` and ``boxes`` have them. Raises CorruptCheckpoint.
+        """
+        for item, encoded in self.between(first, last):
+            array = arrays[item.target - first]
+            bits = words(array)
+            piece = in_words(item.chunk.box, array.itemsize)
+            try:
+                found = decode(encoded, bits.dtype, piece.volume)
+            except CorruptCheckpoint as error:
+                raise CorruptCheckpoint(
+                    f"{self.version.opened.storage.called}: {item.entry.key!r} "
+                    f"{item.chunk.box} in {item.chunk.location.file}: {error}"
+                ) from error
+            holder = in_words(boxes[item.target - first], array.itemsize)
+            change(bits, holder, found, piece)
 
     @cached_property
     def _as_objects(self) -> Manifest:

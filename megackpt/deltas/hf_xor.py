@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
 
 import numpy as np
 import xxhash
@@ -36,7 +35,7 @@ from megackpt.storage import Storage, read_again, read_dense, root_at
 Octets = NDArray[np.uint8]
 """The bytes of a tensor in C order, in one dimension."""
 
-_NUMBER = re.compile(r"[0-9]{1,18}")
+_NUMBER = re.compile("[0-9]{1,18}")
 _ALGORITHM = "adler32"  # the only one that ModelExpress reads
 _VALUES = {
     "delta_encoding": ("xor",),
@@ -161,8 +160,8 @@ def read_version(root: Storage) -> XorVersion | None:
             raise BackendError(
                 f"{where} has the {name} {metadata.get(name)!r}: megackpt reads {' or '.join(known)}"
             )
-    version, base = metadata.get("version"), metadata.get("base_version")
-    if not (_is_number(version) and _is_number(base)):
+    version, base = (str(metadata.get(key)) for key in ("version", "base_version"))
+    if not (_NUMBER.fullmatch(version) and _NUMBER.fullmatch(base)):
         raise CorruptCheckpoint(
             f"{where} has the version {version!r} on base {base!r}, which are not numbers"
         )
@@ -186,11 +185,6 @@ def read_version(root: Storage) -> XorVersion | None:
     return XorVersion(
         root, int(version), int(base), metadata["checksum_format"], frames
     )
-
-
-def _is_number(text: Any) -> TypeGuard[str]:
-    """A version as slime writes it. More digits than that are refused, as int() takes long."""
-    return isinstance(text, str) and _NUMBER.fullmatch(text) is not None
 
 
 def read_chain(

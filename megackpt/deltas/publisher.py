@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
@@ -16,6 +16,7 @@ from megackpt.adapters.megatron import from_megatron
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.checkpoint import absolute
 from megackpt.deltas.chain import Version, latest, open_version, path_of
+from megackpt.deltas.hf_xor_writer import HfXor
 from megackpt.deltas.snapshot import AnchorWriter, DeltaWriter, Snapshot
 from megackpt.distributed import DEFAULT_TIMEOUT, GroupLike, group_over
 from megackpt.errors import CheckpointExists, CheckpointReplaced, ShardingError
@@ -50,6 +51,9 @@ class WeightPublisher:
         table: publish under the names and shapes of Hugging Face, by this table (see
             ``megackpt.huggingface``). None: under the keys of the state.
         dtype: of the published floating tensors, such as torch.bfloat16. None: as they are.
+        format: "hf-xor" = write each version a second time, for engines that read
+            ``weight_v000001`` and so on: slime, miles, SGLang, ModelExpress. Number the first
+            version 1. Each rank then holds its share of the weights once more.
         anchor_every: a version is an anchor if the last anchor is this number of versions old.
         max_chain_share: a version is an anchor if the versions after the last anchor take more than
             this share of its bytes.
@@ -63,6 +67,7 @@ class WeightPublisher:
         *,
         table: Table | None = None,
         dtype: torch.dtype | None = None,
+        format: Literal["delta", "hf-xor"] = "delta",
         anchor_every: int = 50,
         max_chain_share: float = 0.5,
         process_group: GroupLike = None,
@@ -75,7 +80,12 @@ class WeightPublisher:
             )
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"dtype is None or a floating dtype, not {dtype}")
+        if format not in ("delta", "hf-xor"):
+            raise ValueError(f"format is 'delta' or 'hf-xor', not {format!r}")
         self.url = absolute(url)
+        self._hf_xor = None
+        if format == "hf-xor":
+            self._hf_xor = HfXor(self.url, process_group, timeout)
         self._table = table
         self._dtype = dtype
         self._anchor_every = anchor_every
@@ -130,10 +140,16 @@ class WeightPublisher:
             timeout=self._timeout,
         )
         if request is None:
-            snapshot.commit()
+            self._conclude(version)
             return
-        request.add_finalize_fn(snapshot.commit)
+        request.add_finalize_fn(partial(self._conclude, version))
         self._queue.schedule_async_request(request)
+
+    def _conclude(self, version: int) -> None:
+        """The version is committed."""
+        self._snapshot.commit()
+        if self._hf_xor is not None:
+            self._hf_xor.write(version)
 
     def wait(self) -> None:
         """Wait for the version that is being written, and make it visible."""
