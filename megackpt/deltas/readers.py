@@ -53,7 +53,7 @@ from megackpt.errors import (
 )
 from megackpt.loader.load_operation import load as load_checkpoint
 from megackpt.loader.regions import Regions
-from megackpt.planning.box import Box
+from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     Manifest,
@@ -79,7 +79,7 @@ _RECORD_BYTES = 4096
 _REDO = "megackpt.redo"
 _LOG = f"{_REDO}/changes"
 _CHANGE = np.dtype([("place", "<i8"), ("byte", "u1")])
-"""A changed byte: _FILE times the number of its file, plus its place in the file; its value."""
+"""A byte of a changed element: _FILE times the number of its file, plus its place in the file; its value."""
 _FILE = 1 << 40
 _LOGGED = _CHANGE.itemsize << 20  # bytes of the log that are read at a time
 _BATCH_BYTES = 64 << 20  # of small tensors that are read together
@@ -193,17 +193,18 @@ def _apply(path: str, url: str | Path, version: int, in_place: bool) -> None:
             return
         above, name = os.path.split(path)
         outer, new = LocalStorage(above), f".{name}.new-weights"
-        if not in_place:
-            outer.delete(new)
-            outer.copy_folder(name, new)
-            storage = outer.folder(new)
-        _change(storage, directory, since)
-        _redo(storage)
-        if not in_place:
-            if not outer.exchange(new, name):
+        outer.delete(new)
+        try:
+            if not in_place:
+                outer.copy_folder(name, new)
+                storage = outer.folder(new)
+            _change(storage, directory, since)
+            _redo(storage)
+            if not in_place and not outer.exchange(new, name):
                 raise StorageError(
                     f"{path}: this file system cannot exchange directories: use in_place=True"
                 )
+        finally:
             outer.delete(new)
 
 
@@ -262,11 +263,10 @@ def _change(storage: Storage, directory: Opened, since: Sequence[Version]) -> No
         # A tensor of safetensors is one chunk.
         for number, old, new in _pairs(directory, source):
             entry = manifest.tensors[number]
-            places = np.flatnonzero(old != new)
+            size = entry.meta.itemsize
+            at = _changed(old, new, size)
             if first.base is not None:
-                word = word_dtype(entry.meta.itemsize)
-                at = np.unique(places // word.itemsize)
-                box = Box.whole(entry.meta.shape)
+                box, word = Box.whole(entry.meta.shape), word_dtype(size)
                 found = first.digests[entry.key][0]
                 found -= digest_of(entry, box, old.view(word)[at], at)
                 found += digest_of(entry, box, new.view(word)[at], at)
@@ -278,9 +278,11 @@ def _change(storage: Storage, directory: Opened, since: Sequence[Version]) -> No
                     )
             start, end = chunks.block_bounds[number : number + 2].tolist()
             digests[start:end] = digest_rows(digest_blocks(new.data))
-            changes = np.empty(len(places), _CHANGE)
             begin = int(chunks.file[number]) * _FILE + int(chunks.start[number])
-            changes["place"], changes["byte"] = places + begin, new[places]
+            places = begin + size * at[:, None] + np.arange(size)
+            changes = np.empty(places.size, _CHANGE)
+            changes["place"] = places.reshape(-1)
+            changes["byte"] = new.reshape(-1, size)[at].reshape(-1)
             log.write([changes.view(np.uint8).data])
     chunks = replace(chunks, digests=digests)
     manifest = replace(manifest, chunks=chunks, save_id=uuid4().hex, values=None)
@@ -332,6 +334,15 @@ def _pairs(old: Opened, new: Opened) -> Iterator[tuple[int, Octets, Octets]]:
             yield row[0], _octets(row[1]), _octets(row[2])
 
 
+def _changed(old: Octets, new: Octets, size: int) -> Int64:
+    """The elements of ``size`` bytes that differ, ascending."""
+    word = word_dtype(size)
+    words = np.flatnonzero(old.view(word) != new.view(word))
+    elements = words // (size // word.itemsize)
+    changed: Int64 = elements[np.diff(elements, prepend=-1) > 0]
+    return changed
+
+
 def _octets(array: NDArray[Any]) -> Octets:
     return array.reshape(-1).view(np.uint8)
 
@@ -378,9 +389,10 @@ def patches(url: str | Path, version: int) -> Iterator[Patch]:
     base = before[-1] if before else found
     for number, old, new in _pairs(base.opened, found.opened):
         name, meta = base.opened.manifest.tensors[number]
-        indices = np.arange(len(new) // meta.itemsize)
         if before:
-            indices = np.unique(np.flatnonzero(old != new) // meta.itemsize)
+            indices = _changed(old, new, meta.itemsize)
+        else:
+            indices = np.arange(len(new) // meta.itemsize)
         if len(indices):
             dtype = dtype_named(meta.dtype)
             values = torch.from_numpy(new.reshape(-1, meta.itemsize)[indices])

@@ -446,25 +446,27 @@ def test_renamed_versions_and_a_base_of_another_chain(tmp_path: Path) -> None:
         apply(engine, url, 2)
 
 
-def test_a_base_of_other_weights_is_found_by_the_digests(tmp_path: Path) -> None:
-    """The record says version 0, and the index fits, but the weights are those of another model."""
-    url, engine = tmp_path / "w", tmp_path / "engine"
-    weights = model()
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_base_of_other_weights_is_found_by_the_digests(
+    tmp_path: Path, in_place: bool
+) -> None:
+    """The record says version 0, and the index fits the weights, which are of another model."""
+    url, other, engine = tmp_path / "w", tmp_path / "other", tmp_path / "engine"
     history(url, 2)
-    materialize(url, 0, engine)
-    record = (engine / "megackpt_weights.json").read_bytes()
-    wrong = {
-        key: tensor ^ 1 if key == "x" else tensor for key, tensor in weights.items()
-    }
-    wrong["bfloat16.0"] = bits((64, 33), "bfloat16", 99)
-    shutil.rmtree(engine)
-    megackpt.save(megackpt.sharded(wrong), engine, "safetensors")
+    history(other, 1, weights=model(50))
+    materialize(url, 0, tmp_path / "right")
+    materialize(other, 0, engine)
+    record = (tmp_path / "right" / "megackpt_weights.json").read_bytes()
     (engine / "megackpt_weights.json").write_bytes(record)
-    (engine / "common.pt").unlink(missing_ok=True)
-    for in_place in (False, True):
-        with pytest.raises(CheckpointingException) as found:
-            apply(engine, url, 1, in_place=in_place)
-        assert isinstance(found.value, CorruptCheckpoint)
+    before = tree(engine)
+    with pytest.raises(CorruptCheckpoint) as found:
+        apply(engine, url, 1, in_place=in_place)
+    text = str(found.value)
+    assert "has other weights than version 1 is based on" in text
+    assert "engine/model.safetensors" in text
+    assert "'bfloat16.0'" in text
+    assert tree(engine) == before
+    assert sorted(os.listdir(tmp_path)) == ["engine", "other", "right", "w"]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -536,6 +538,7 @@ def test_a_file_system_without_exchange(
     with pytest.raises(StorageError, match="cannot exchange directories: use in_place"):
         apply(engine, url, 1)
     expect(engine, states[0])
+    assert sorted(os.listdir(tmp_path)) == ["engine", "w"]
     apply(engine, url, 1, in_place=True)
     expect(engine, states[1])
 
