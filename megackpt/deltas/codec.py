@@ -23,6 +23,7 @@ Kind = Literal["same", "changes", "whole"]
 _KINDS: tuple[Kind, ...] = ("same", "changes", "whole")
 _HEADER = struct.Struct("<BB6xQ")  # kind, gap_bytes, changes
 _LEVEL = 1  # of zstd
+_AT_ONCE = 1 << 17  # elements
 _WHOLE = 0.5
 """The share of changed elements from which all elements are stored."""
 
@@ -62,25 +63,34 @@ class Changes:
     differences: Bits
 
 
-def encode(
-    old: Bits | None, new: Bits, places: NDArray[np.int64] | None = None
-) -> Encoded:
-    """Encode ``new``. ``old`` has the same dtype and length; None: there is no version before.
+def update(bits: Bits, new: Bits) -> tuple[NDArray[np.int64], Bits, Bits]:
+    """Turn ``bits`` into ``new``. Returns the places that differ, and old and new bits there.
 
-    ``places``: of the elements that differ, if the caller knows them.
+    Blocks stay in the processor's cache.
     """
-    if old is None:
-        return _whole(new)
-    if places is None:
-        places = np.flatnonzero(old != new)
+    places, old, found = [np.empty(0, np.int64)], [bits[:0]], [bits[:0]]
+    for start in range(0, len(new), _AT_ONCE):
+        block, wanted = bits[start : start + _AT_ONCE], new[start : start + _AT_ONCE]
+        changed = np.flatnonzero(block != wanted)
+        old.append(block[changed])
+        found.append(wanted[changed])
+        block[changed] = found[-1]
+        places.append(changed + start)
+    return np.concatenate(places), np.concatenate(old), np.concatenate(found)
+
+
+def encode(new: Bits, places: NDArray[np.int64], differences: Bits) -> Encoded:
+    """Encode a box whose bits are ``new``. ``differences``: new bits minus old bits, at places."""
     if not len(places):
         return Encoded("same", 0, 0, b"")
     if len(places) >= _WHOLE * len(new):
-        return _whole(new)
-    gaps = np.diff(places, prepend=-1) - 1
+        payload = compress(b"".join(_planes(new)), _LEVEL)
+        return Encoded("whole", len(new), 0, payload)
+    gaps = np.diff(places, prepend=-1)
+    gaps -= 1
     gap_bytes = max(1, -(-int(gaps.max()).bit_length() // 8))
-    differences = _zigzag(new[places] - old[places])
-    planes = [*_planes(gaps.astype("<u8"))[:gap_bytes], *_planes(differences)]
+    narrow = gaps.astype(_gap_dtype(gap_bytes))
+    planes = [*_planes(narrow)[:gap_bytes], *_planes(_zigzag(differences))]
     payload = compress(b"".join(planes), _LEVEL)
     return Encoded("changes", len(places), gap_bytes, payload)
 
@@ -100,12 +110,13 @@ def decode(encoded: Encoded, dtype: np.dtype[Any], length: int) -> Changes | Bit
             f"{count} changes with gaps of {gap_bytes} bytes do not fit {length} elements"
         )
     raw = _unpacked(encoded, count * (gap_bytes + size))
-    gaps = np.zeros((8, count), np.uint8)
-    gaps[:gap_bytes] = raw[: count * gap_bytes].reshape(gap_bytes, count)
-    wide = _from_planes(gaps.reshape(-1), np.dtype("<u8"))
+    narrow = _gap_dtype(gap_bytes)
+    planes = np.zeros((narrow.itemsize, count), np.uint8)
+    planes[:gap_bytes] = raw[: count * gap_bytes].reshape(gap_bytes, count)
+    gaps = _from_planes(planes.reshape(-1), narrow)
     # Compared one by one first: a forged sum could wrap around.
-    if int(wide.max()) < length:
-        places = np.cumsum(wide.astype(np.int64) + 1) - 1
+    if int(gaps.max()) < length:
+        places = np.cumsum(gaps.astype(np.int64) + 1) - 1
         if int(places[-1]) < length:
             zigzag = _from_planes(raw[count * gap_bytes :], dtype)
             return Changes(places, _unzigzag(zigzag))
@@ -121,9 +132,9 @@ def apply(encoded: Encoded, bits: Bits) -> None:
         bits[:] = found
 
 
-def _whole(new: Bits) -> Encoded:
-    payload = compress(b"".join(_planes(new)), _LEVEL)
-    return Encoded("whole", len(new), 0, payload)
+def _gap_dtype(gap_bytes: int) -> np.dtype[Any]:
+    """The smallest dtype that has this number of bytes."""
+    return np.dtype(f"<u{1 << (gap_bytes - 1).bit_length()}")
 
 
 def _zigzag(differences: Bits) -> Bits:

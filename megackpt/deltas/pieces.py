@@ -53,17 +53,23 @@ def flat_indices(
     return (starts[number] + rest).astype(np.uint64)
 
 
-def digest_of(entry: TensorEntry, box: Box, bits: Bits, places: Any = None) -> int:
+def digest_of(
+    entry: TensorEntry,
+    box: Box,
+    bits: Bits,
+    places: Any = None,
+    old: Bits | None = None,
+) -> int:
     """The part of a tensor's digest from the words of a box: ``bits[i]`` is at ``places[i]``.
 
-    ``places`` None: all words of the box.
+    ``places`` None: all words of the box. ``old``: less the part of these words at the places.
     """
     itemsize = entry.meta.itemsize
     if places is None:
         places = np.arange(len(bits))
     whole = in_words(Box.whole(entry.meta.shape), itemsize).shape
     indices = flat_indices(places, in_words(box, itemsize), whole)
-    return digest(key_of(entry.key), indices, bits)
+    return digest(key_of(entry.key), indices, bits, old)
 
 
 def change(array: NDArray[Any], region: Box, found: Changes | Bits, piece: Box) -> None:

@@ -129,6 +129,7 @@ class WeightPublisher:
             snapshot.forget()
         if base is not None and snapshot.base is None:
             snapshot.base = partial(_open_base, self.url, *base)
+        snapshot.save_id = ""
         kind = AnchorWriter if is_anchor else DeltaWriter
         request = save(
             {"weights": self._weights(state)},

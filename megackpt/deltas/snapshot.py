@@ -1,7 +1,7 @@
 """The weights that a rank wrote in the last version, and the backends that write the next one.
 
-A backend encodes each row of its plan against the snapshot. The snapshot takes the changes after
-the commit, so a save that fails leaves it at the version before.
+A backend encodes each row of its plan against the snapshot, which takes the row at once. After a
+save that fails, the snapshot is of no version: the next save reads the last version instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megackpt.backends.base import (
 )
 from megackpt.backends.torch_dist import TorchDist
 from megackpt.deltas.chain import VERSION_FILE, Version, version_file
-from megackpt.deltas.codec import Bits, Encoded, apply, encode
+from megackpt.deltas.codec import Bits, Encoded, encode, update
 from megackpt.deltas.delta_format import PIECE_BYTES, DeltaReading
 from megackpt.deltas.pieces import digest_of, word_dtype
 from megackpt.deltas.tensor_digest import MODULUS
@@ -48,19 +48,21 @@ from megackpt.storage import Storage, digest_blocks
 
 @dataclass
 class _Row:
-    """The words of a row of the plan, and its part of the tensor's digest."""
+    """The words of a row of the plan, and its part of the tensor's digest.
+
+    ``digest``: in the last version. ``after``: in the version that is being saved.
+    """
 
     bits: Bits
     digest: int
-    pending: Encoded | None = None
-    """What changed since, in a version that is not committed, with the digest after that."""
-    after: int = 0
+    after: int
 
 
 class Snapshot:
     """The rows that this rank wrote in the last version.
 
-    ``base`` opens this version; None: there is no version yet. Rank 0 has its ``save_id``.
+    ``base`` opens this version; None: there is no version yet. Rank 0 has its ``save_id``. That is
+    "" while the next version is saved, and if this has failed.
     """
 
     def __init__(self) -> None:
@@ -99,26 +101,21 @@ class Snapshot:
         regions = [(numbers[item.shard.key], item.shard.box) for item in absent]
         for item, array in zip(absent, Regions(opened).arrays(regions), strict=True):
             bits = array.reshape(-1).view(word_dtype(item.meta.itemsize))
-            self._rows[item.shard] = _Row(bits, _digest(item, bits))
+            digest = _digest(item, bits)
+            self._rows[item.shard] = _Row(bits, digest, digest)
 
     def compare(self, item: WriteItem, bits: Bits) -> Encoded | None:
-        """Encode the words of a row, and note the change. None in the first version."""
+        """Encode the words of a row, and take them. None in the first version."""
         row = self._rows.get(item.shard)
         if row is None:
             digest = _digest(item, bits)
-            self._rows[item.shard] = _Row(bits.copy(), digest, None, digest)
+            self._rows[item.shard] = _Row(bits.copy(), digest, digest)
             return None
-        places = np.flatnonzero(row.bits != bits)
-        encoded = encode(row.bits, bits, places)
-        row.pending, row.after = encoded, row.digest
-        if encoded.kind == "whole":
-            row.after = _digest(item, bits)
-        elif encoded.kind == "changes":
-            entry = TensorEntry(item.shard.key, item.meta)
-            old = digest_of(entry, item.shard.box, row.bits[places], places)
-            new = digest_of(entry, item.shard.box, bits[places], places)
-            row.after = (row.digest - old + new) % MODULUS
-        return encoded
+        places, old, new = update(row.bits, bits)
+        entry = TensorEntry(item.shard.key, item.meta)
+        change = digest_of(entry, item.shard.box, new, places, old)
+        row.after = (row.digest + change) % MODULUS
+        return encode(bits, places, new - old)
 
     def sums(self) -> dict[str, tuple[int, int]]:
         """For each tensor, this rank's part of its digest before and after the pending version."""
@@ -131,14 +128,28 @@ class Snapshot:
     def commit(self) -> None:
         """The pending version is committed."""
         for row in self._rows.values():
-            if row.pending is not None:
-                apply(row.pending, row.bits)
-            row.pending, row.digest = None, row.after
+            row.digest = row.after
         self.save_id = self.pending_id
 
 
 def _digest(item: WriteItem, bits: Bits) -> int:
     return digest_of(TensorEntry(item.shard.key, item.meta), item.shard.box, bits)
+
+
+def _words(item: WriteItem, blocks: Iterator[memoryview]) -> Iterator[Bits]:
+    """Once the words of a row, without a copy if they are one block.
+
+    The source checks its memory after their use.
+    """
+    dtype = word_dtype(item.meta.itemsize)
+    parts = []
+    for block in blocks:
+        if len(block) == item.nbytes:
+            yield np.frombuffer(block, dtype)
+        else:
+            parts.append(bytes(block))
+    if parts:
+        yield np.frombuffer(b"".join(parts), dtype)
 
 
 def _other_table(base: Version, keys: list[str]) -> str:
@@ -159,16 +170,6 @@ class _Publication:
     def __reduce__(self) -> tuple[Any, ...]:
         """Versions with equal declarations have equal plans."""
         return type(self), ()
-
-    def bits(self, plan: SavePlan, data: Source, row: int) -> tuple[WriteItem, Bits]:
-        """The words of a row of a tensor."""
-        item = plan.row(row)
-        octets = np.empty(item.nbytes, np.uint8)
-        end = 0
-        for block in data.blocks(row):
-            start, end = end, end + len(block)
-            octets[start:end] = block
-        return item, octets.view(word_dtype(item.meta.itemsize))
 
     def noted(self, result: WriteResult) -> WriteResult:
         """The result, with the digests of this rank for ``version``."""
@@ -220,8 +221,12 @@ class DeltaWriter(_Publication, DeltaReading):
         def pack(row: int) -> bytes:
             if plan.tensors[plan.tensor[row]].meta.is_object:
                 return b"".join(data.blocks(row))
-            encoded = self.snapshot.compare(*self.bits(plan, data, row))
-            return b"" if encoded is None else encoded.packed()
+            packed = b""
+            item = plan.row(row)
+            for bits in _words(item, data.blocks(row)):
+                encoded = self.snapshot.compare(item, bits)
+                packed = b"" if encoded is None else encoded.packed()
+            return packed
 
         if len(plan):
             name = _file_name(plan.rank)
@@ -277,6 +282,7 @@ class _Compared(Source):
         if self.plan.tensors[self.plan.tensor[row]].meta.is_object:
             yield from self.data.blocks(row)
             return
-        item, bits = self.writer.bits(self.plan, self.data, row)
-        self.writer.snapshot.compare(item, bits)
-        yield bits.view(np.uint8).data
+        item = self.plan.row(row)
+        for bits in _words(item, self.data.blocks(row)):
+            self.writer.snapshot.compare(item, bits)
+            yield bits.view(np.uint8).data

@@ -32,28 +32,43 @@ def key_of(name: str) -> Key:
     return number & (1 << 64) - 1, number >> 64
 
 
-def digest(key: Key, indices: NDArray[np.uint64], bits: NDArray[Any]) -> int:
-    """The sum over elements with these flat indices in the tensor and these bits (unsigned)."""
+def digest(
+    key: Key,
+    indices: NDArray[np.uint64],
+    bits: NDArray[Any],
+    old: NDArray[Any] | None = None,
+) -> int:
+    """The sum over elements with these flat indices in the tensor and these bits (unsigned).
+
+    ``old``: the sum less that of these bits at the same indices.
+    """
     total = 0
     for start in range(0, len(bits), _AT_ONCE):
         block = slice(start, start + _AT_ONCE)
-        at, wide = indices[block], bits[block].astype(np.uint64)
         for half in range(2):
-            hashes = at * np.uint64(_INDEX[half])
-            hashes += wide * np.uint64(_BITS[half])
-            hashes += np.uint64(key[half])
-            _finalize(hashes)
-            # The sum of 2^14 halves of 32 bits does not overflow.
-            low = int((hashes & np.uint64(0xFFFFFFFF)).sum())
-            high = int((hashes >> np.uint64(32)).sum())
-            total += (low + (high << 32)) << (64 * half)
+            at = indices[block] * np.uint64(_INDEX[half])
+            at += np.uint64(key[half])
+            part = _hashed(at, bits[block], half)
+            if old is not None:
+                part -= _hashed(at, old[block], half)
+            total += part << (64 * half)
     return total % MODULUS
 
 
-def _finalize(hashes: NDArray[np.uint64]) -> None:
-    """SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)."""
+def _hashed(at: NDArray[np.uint64], bits: NDArray[Any], half: int) -> int:
+    """The sum of one half of the hashes: SplitMix64 of index, key and bits.
+
+    Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014.
+    """
+    hashes = bits.astype(np.uint64)
+    hashes *= np.uint64(_BITS[half])
+    hashes += at
     hashes ^= hashes >> np.uint64(30)
     hashes *= np.uint64(_MIX[0])
     hashes ^= hashes >> np.uint64(27)
     hashes *= np.uint64(_MIX[1])
     hashes ^= hashes >> np.uint64(31)
+    # The sum of 2^14 halves of 32 bits does not overflow.
+    low = int((hashes & np.uint64(0xFFFFFFFF)).sum())
+    high = int((hashes >> np.uint64(32)).sum())
+    return low + (high << 32)
