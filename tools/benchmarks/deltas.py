@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numcodecs.zstd import compress
+from numcodecs.zstd import compress  # type: ignore[import-untyped]
 
 import megackpt
 from benchmarks.memory import taken
@@ -165,7 +165,7 @@ def held(root: Path, nbytes: float) -> list[Row]:
 
 def learned(root: Path, rate: float, steps: int) -> list[Row]:
     """Versions of a real model. Each is one step of AdamW after the version before."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(1)
     trainer, folder = Pretrained(rate), root / "weights"
     for _ in range(WARMUP):
         trainer.step()
@@ -228,7 +228,7 @@ def bits_of(state: Weights) -> Bits:
 
 def count(before: Weights, after: Weights) -> int:
     pairs = zip(bits_of(before).values(), bits_of(after).values(), strict=True)
-    return sum(np.count_nonzero(old != new) for old, new in pairs)
+    return sum(int(np.count_nonzero(old != new)) for old, new in pairs)
 
 
 def sizes(folder: Path, number: int, before: Weights, after: Weights) -> dict[str, int]:

@@ -17,6 +17,7 @@ SCALE = 20  # of the cosines in the loss, as in the training of MiniLM
 class Pretrained:
     """bf16 weights and their fp32 masters, which AdamW changes.
 
+    Products are computed in fp32: most processors have no fast ones of bf16.
     ``masters`` and ``weights`` have the names of the model's parameters.
     """
 
@@ -32,11 +33,11 @@ class Pretrained:
             name: weight.detach().float().clone()
             for name, weight in self.model.named_parameters()
         }
-        self.model.bfloat16().train()
-        self.parameters = dict(self.model.named_parameters())
         self.weights = {
-            name: weight.detach() for name, weight in self.parameters.items()
+            name: master.bfloat16() for name, master in self.masters.items()
         }
+        self.parameters = dict(self.model.train().named_parameters())
+        self.fill()
         self.optimizer = torch.optim.AdamW(self.masters.values(), lr=rate)
         self.tokenizer = package.AutoTokenizer.from_pretrained(folder)
         pages = [page.read_text() for page in sorted(ROOT.glob("docs/*.md"))]
@@ -57,13 +58,19 @@ class Pretrained:
         second = self.embedded([self.text[place + 1] for place in places])
         loss = F.cross_entropy(SCALE * first @ second.T, torch.arange(PAIRS))
         self.model.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
-                self.masters[name].grad = parameter.grad.float()
+                self.masters[name].grad = parameter.grad
         self.optimizer.step()
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """The model computes with the values of the bf16 weights."""
         for name, weight in self.weights.items():
             weight.copy_(self.masters[name])
+            self.parameters[name].copy_(weight)
 
     def embedded(self, text: list[str]) -> torch.Tensor:
         tokens = self.tokenizer(
