@@ -85,7 +85,7 @@ def test_every_figure_of_every_contestant(tmp_path: Path) -> None:
         + ["P15"] * 5
         + ["P16"] * 12
         + ["P18"]
-        + ["P19"] * (13 + 6 * MINILM.is_dir())
+        + ["P19"] * (15 + 8 * MINILM.is_dir())
     )
     for figure, what, who in found:
         asked = {"P16": set(doors), "P19": {"megackpt"}}.get(figure, {"torch_dist"})

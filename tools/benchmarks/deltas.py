@@ -24,7 +24,7 @@ from benchmarks.memory import taken
 from benchmarks.pretrained import Pretrained
 from benchmarks.ranks import BenchmarkFailed
 from benchmarks.table import Row, Section, Value
-from megackpt.deltas import WeightPublisher
+from megackpt.deltas import WeightPublisher, apply, materialize
 
 OURS, XOR, PAIRS = "megackpt", "XOR + zstd-1", "index and value"
 SHARES = {0.011: "<= 1.4", 0.025: "<= 1.25"}
@@ -43,6 +43,7 @@ Bits = dict[str, Any]  # arrays of uint16
 def compare(root: Path, section: Section, nbytes: float, rounds: int) -> None:
     works: list[Callable[[], list[Row]]] = [
         *(partial(stepped, root, nbytes, share, rounds) for share in SHARES),
+        partial(applied, root, nbytes, rounds),
         partial(blocked, root, nbytes, rounds),
         partial(held, root, nbytes),
         *(
@@ -106,7 +107,7 @@ def stepped(root: Path, nbytes: float, share: float, rounds: int) -> list[Row]:
             found["disk"].append(weights.nbytes / save / 1e9)
             for name, size in sizes(folder, number, before, weights.state).items():
                 found[name].append(size / count(before, weights.state))
-    check(folder, weights.state, rounds + 1)
+    check(version(folder, rounds + 1), weights.state)
     shutil.rmtree(folder)
     return [
         row(f"{what}: bytes for each", SHARES[share], found, OURS, XOR, PAIRS),
@@ -117,6 +118,46 @@ def stepped(root: Path, nbytes: float, share: float, rounds: int) -> list[Row]:
             f"{what}: publish / full save at {DISK / 1e9} GB/s", "<= 0.5", found, "slow"
         ),
     ]
+
+
+def applied(root: Path, nbytes: float, rounds: int) -> list[Row]:
+    """Directories of an engine: one version more, and a full load and rewrite of all weights."""
+    weights, folder = Simulated(nbytes), root / "weights"
+    found = defaultdict(list)
+    memory = copied(weights.state)
+    full, copy, inside, rewritten = (
+        root / name for name in ("full", "copy", "inside", "rewritten")
+    )
+    with WeightPublisher(folder) as publisher:
+        publisher.publish(0, weights.state)
+        for engine in (copy, inside):
+            materialize(folder, 0, engine)
+        for number in range(1, rounds + 2):
+            weights.step(0.025)
+            publisher.publish(number, weights.state)
+            megackpt.save(megackpt.sharded(weights.state), full)
+            _, rewrite = timed(partial(load_and_rewrite, full, memory, rewritten))
+            for engine in (copy, inside):
+                work = partial(apply, engine, folder, number, engine == inside)
+                _, seconds = timed(work)
+                if number > 1:
+                    found[engine.name].append(seconds / rewrite)
+            for each in (full, rewritten):
+                shutil.rmtree(each)
+    for engine in (copy, inside):
+        check(engine, weights.state)
+    for each in (folder, copy, inside):
+        shutil.rmtree(each)
+    what = "apply of a version / full load and rewrite"
+    return [
+        row(f"{what}, in place", "<= 0.5", found, "inside"),
+        row(f"{what}, of a copy", "<= 0.5", found, "copy"),
+    ]
+
+
+def load_and_rewrite(full: Path, memory: Weights, rewritten: Path) -> None:
+    megackpt.load(megackpt.sharded(memory), full)
+    megackpt.save(megackpt.sharded(memory), rewritten, "safetensors")
 
 
 def blocked(root: Path, nbytes: float, rounds: int) -> list[Row]:
@@ -137,7 +178,7 @@ def blocked(root: Path, nbytes: float, rounds: int) -> list[Row]:
             time.sleep(4 * pause)  # until it is written
             if number > 2:
                 found["blocked"].append(seconds / copy)
-    check(folder, weights.state, rounds + 2)
+    check(version(folder, rounds + 2), weights.state)
     shutil.rmtree(folder)
     what = "asynchronous publish: trainer blocked / one copy"
     return [row(what, "<= 1.2", found, "blocked")]
@@ -184,7 +225,9 @@ def learned(root: Path, rate: float, steps: int) -> list[Row]:
             for name, size in sizes(folder, number, before, trainer.weights).items():
                 found[name].append(size / least)
                 found[f"{name}, each"].append(size / changed)
-    check(folder, trainer.weights, steps)
+            pieces = (version(folder, number) / "changes_00000.bin").stat().st_size
+            found["pieces"].append(pieces / least)
+    check(version(folder, steps), trainer.weights)
     shutil.rmtree(folder)
     what = f"a real model, learning rate {rate:.0e}"
     each = [f"{name}, each" for name in (OURS, XOR, PAIRS)]
@@ -192,6 +235,7 @@ def learned(root: Path, rate: float, steps: int) -> list[Row]:
         row(f"{what}: elements that a step changes", "", found, "share", unit="%"),
         row(f"{what}: bytes for each", "", found, *each),
         row(f"{what}: bytes / entropy", "<= 1.25", found, OURS, XOR, PAIRS),
+        row(f"{what}: bytes without the index / entropy", "", found, "pieces"),
     ]
 
 
@@ -200,6 +244,10 @@ def row(what: str, reach: str, found: Any, *names: str, unit: str = "") -> Row:
     columns = zip((OURS, XOR, PAIRS), names, strict=False)
     values = {column: Value.of(found[name]) for column, name in columns}
     return Row("P19", what, reach, unit, values)
+
+
+def version(folder: Path, number: int) -> Path:
+    return folder / f"version_{number:06d}"
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -234,7 +282,7 @@ def count(before: Weights, after: Weights) -> int:
 def sizes(folder: Path, number: int, before: Weights, after: Weights) -> dict[str, int]:
     """Bytes of all files of a version; of one frame of zstd for each tensor; of 4 + 2 bytes."""
     pairs = list(zip(bits_of(before).values(), bits_of(after).values(), strict=True))
-    files = (folder / f"version_{number:06d}").iterdir()
+    files = version(folder, number).iterdir()
     return {
         OURS: sum(file.stat().st_size for file in files),
         XOR: sum(len(compress(old ^ new, 1)) for old, new in pairs),
@@ -256,8 +304,8 @@ def entropy(before: Weights, after: Weights) -> float:
     return total
 
 
-def check(folder: Path, state: Weights, number: int) -> None:
+def check(folder: Path, state: Weights) -> None:
     loaded = {key: torch.empty_like(tensor) for key, tensor in state.items()}
-    megackpt.load(megackpt.sharded(loaded), folder / f"version_{number:06d}")
+    megackpt.load(megackpt.sharded(loaded), folder)
     if count(loaded, state):
-        raise BenchmarkFailed(f"version {number} has other weights than were published")
+        raise BenchmarkFailed(f"{folder} has other weights than were published")
