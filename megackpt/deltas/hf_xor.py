@@ -115,10 +115,10 @@ class XorVersion:
     frames: Mapping[str, tuple[Location, str]]
 
     def patch(self, key: str, data: Octets) -> None:
-        """Turn a tensor's bytes of the base into those of this version, in place.
+        """Turn a tensor's bytes of the base into the bytes of this version, in place.
 
         Raises CorruptCheckpoint for a damaged frame, before any change; and if the new bytes are
-        not those of the version: then ``data`` is of no use.
+        not the bytes of the version: then ``data`` is of no use.
         """
         if key not in self.frames:
             return
@@ -221,7 +221,7 @@ def read_chain(
 
 
 def write_patched(base: Storage, chain: Sequence[XorVersion], target: Storage) -> None:
-    """Write the files of a Hugging Face directory, with the changes of a chain, to another place.
+    """Write the files of a Hugging Face directory, with the changes of a chain, to ``target``.
 
     ``base`` is of the version that the chain begins with. A tensor at a time is in memory. Folders
     in ``base`` are not copied.
