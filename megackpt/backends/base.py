@@ -148,6 +148,8 @@ class Properties:
     """One process writes everything: ``convert`` does, ``save`` refuses the format."""
     read_only: bool = False
     """Neither ``save`` nor ``convert`` writes the format. See ReadOnlyBackend."""
+    is_delta: bool = False
+    """Chunks have what changed since another checkpoint: equal chunks may be other elements."""
     covers: Collection[str] = ()
     """Formats that may recognise a directory of this format, too: this format is meant."""
     follows_links: bool = False

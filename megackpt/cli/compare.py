@@ -208,6 +208,7 @@ class _Side:
         self.manifest: Manifest = opened.manifest
         self._regions = Regions(opened)
         self.has_digests = len(opened.manifest.chunks.digests) > 0
+        self.has_digests &= not opened.backend.properties.is_delta
         self._parts = TensorParts(opened.manifest)
         self.numbers: dict[str, int] = {}
         for key, number in opened.manifest.numbers().items():
