@@ -87,8 +87,10 @@ class Version:
             }
             if base is not None:
                 base = Base(int(base["version"]), str(base["save_id"]))
+            elif opened.backend.properties.is_delta:
+                raise ValueError("it has no base")
         except (
-            ValueError, KeyError, TypeError, AttributeError, RecursionError
+            ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError
         ) as error:  # fmt: skip
             raise CorruptCheckpoint(f"{where} is damaged: {error}") from error
         number, anchor, anchor_bytes, chain_bytes = numbers

@@ -29,7 +29,12 @@ from megackpt.checkpoint import Opened
 from megackpt.deltas.chain import Version, chain_of
 from megackpt.deltas.codec import Encoded, decode
 from megackpt.deltas.pieces import change, in_words, words
-from megackpt.errors import BackendError, CorruptCheckpoint
+from megackpt.errors import (
+    BackendError,
+    CorruptCheckpoint,
+    MismatchError,
+    join_truncated,
+)
 from megackpt.loader.regions import Landing, Region, Regions
 from megackpt.planning.box import Box
 from megackpt.planning.load_plan import plan_load
@@ -59,6 +64,7 @@ class DeltaReading(Backend):
         frozenset({1}),
         max_item_bytes=PIECE_BYTES,
         encoding="native",
+        is_delta=True,
     )
 
     _chain: Sequence[Version] = ()
@@ -100,6 +106,19 @@ class ChainReader:
         self, chain: Sequence[Version], plan: LoadPlan, verify: bool = True
     ) -> None:
         """Raises MismatchError if a version of the chain lacks a tensor of the plan."""
+        tensors = plan.manifest.tensors
+        entries = {
+            tensors[number] for number in plan.manifest.chunks.tensor[plan.chunk]
+        }
+        for version in chain:
+            manifest = version.opened.manifest
+            absent = entries.difference(manifest.tensors)
+            if absent:
+                raise MismatchError(
+                    f"{version.opened.storage.called} lacks tensors of the versions after it, or "
+                    "has them with other shapes or dtypes: "
+                    f"{join_truncated(sorted(repr(entry.key) for entry in absent), 5)}"
+                )
         self._plan = plan
         self._verify = verify
         self._anchor = Regions(chain[0].opened, verify)
