@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -15,7 +16,7 @@ from megackpt.adapters.dtensor import sharded
 from megackpt.adapters.megatron import from_megatron
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.checkpoint import absolute
-from megackpt.deltas.chain import Version, latest, open_version, path_of
+from megackpt.deltas.chain import Version, latest, open_version, path_of, versions
 from megackpt.deltas.hf_xor_writer import HfXor
 from megackpt.deltas.snapshot import AnchorWriter, DeltaWriter, Snapshot
 from megackpt.distributed import DEFAULT_TIMEOUT, GroupLike, group_over
@@ -23,6 +24,7 @@ from megackpt.errors import CheckpointExists, CheckpointReplaced, ShardingError
 from megackpt.huggingface.states import as_huggingface
 from megackpt.saver import save
 from megackpt.state import (
+    LocalNonpersistentObject,
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
@@ -123,13 +125,14 @@ class WeightPublisher:
             Exception: see ``megackpt.save``.
         """
         self.wait()
+        version = operator.index(version)
         base, is_anchor, is_held = self._turn(version)
         snapshot = self._snapshot
-        if not is_held:
+        if not (is_held and snapshot.is_committed):
             snapshot.forget()
+        snapshot.is_committed = False
         if base is not None and snapshot.base is None:
             snapshot.base = partial(_open_base, self.url, *base)
-        snapshot.save_id = ""
         kind = AnchorWriter if is_anchor else DeltaWriter
         request = save(
             {"weights": self._weights(state)},
@@ -173,8 +176,13 @@ class WeightPublisher:
         self._snapshot.base = None
 
         def decide() -> tuple[tuple[int, str] | None, bool, bool]:
+            if version < 0:
+                raise ShardingError(
+                    f"a version is a number of 0 or more, not {version}"
+                )
             with closing(Executor(self._timeout)) as executor:
                 last = executor.call(f"opening {self.url}", latest, self.url)
+                present = executor.call(f"listing {self.url}", versions, self.url)
             if last is None:
                 return None, True, False
             if version <= last.number:
@@ -190,6 +198,8 @@ class WeightPublisher:
             self._snapshot.base = lambda: last
             held = self._snapshot.save_id == last.save_id
             is_anchor = version - last.anchor >= self._anchor_every
+            # Nobody can read a chain of which a version was removed.
+            is_anchor |= any(n not in present for n in range(last.anchor, version))
             is_anchor |= last.chain_bytes > self._max_chain_share * last.anchor_bytes
             return (last.number, last.save_id), is_anchor, held
 
@@ -201,13 +211,15 @@ class WeightPublisher:
     def _weights(self, state: ShardedStateDict) -> ShardedTensorFactory:
         """The tensors to publish. ``save`` raises errors of their declarations on all ranks."""
 
-        def build(*_: object) -> list[ShardedTensor]:
+        def build(*_: object) -> list[ShardedTensor | LocalNonpersistentObject]:
             declared = sharded(state)
             if self._table is not None:
                 declared = as_huggingface(declared, self._table)
             shards = extract(declared, from_megatron).shards
             tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-            return [self._converted(tensor) for tensor in tensors]
+            # A list that holds nothing would stay in the common state of this rank alone.
+            nothing = LocalNonpersistentObject(None)
+            return [nothing, *map(self._converted, tensors)]
 
         return ShardedTensorFactory("weights", None, build, build)
 

@@ -61,13 +61,14 @@ class _Row:
 class Snapshot:
     """The rows that this rank wrote in the last version.
 
-    ``base`` opens this version; None: there is no version yet. Rank 0 has its ``save_id``. That is
-    "" while the next version is saved, and if this has failed.
+    ``base`` opens this version; None: there is no version yet. Rank 0 has its ``save_id``.
     """
 
     def __init__(self) -> None:
         self.base: Callable[[], Version] | None = None
         self.save_id = ""
+        self.is_committed = False
+        """Whether this rank has seen the commit of the rows. Other ranks may have seen it alone."""
         self.pending_id = ""
         self._rows: dict[ShardId, _Row] = {}
 
@@ -130,6 +131,7 @@ class Snapshot:
         for row in self._rows.values():
             row.digest = row.after
         self.save_id = self.pending_id
+        self.is_committed = True
 
 
 def _digest(item: WriteItem, bits: Bits) -> int:
