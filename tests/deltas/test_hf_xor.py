@@ -301,6 +301,7 @@ def check_visible(place: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_killed_before_changes_of_files(tmp_path: Path) -> None:
     """The visible versions are whole, and the next trainer goes on."""
     program = KILLED.replace("tests.deltas.test_processes", "tests.deltas.test_hf_xor")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -139,6 +140,7 @@ def kill(place: Path, *numbers: int) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_killed_before_changes_of_files(tmp_path: Path) -> None:
     """The versions before the kill are there, whole, and the next trainer goes on."""
     total = int(kill(tmp_path, 0))

@@ -257,6 +257,7 @@ def refusal(where: Path) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_an_update_in_place_that_is_killed_is_refused_and_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +315,7 @@ def test_nothing_reads_a_directory_that_is_changed_in_place(
     expect(where, states[1])
 
 
+@pytest.mark.slow
 def test_an_update_that_is_killed_leaves_the_old_or_the_new_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +340,7 @@ def test_an_update_that_is_killed_leaves_the_old_or_the_new_directory(
     expect(where, states[2])
 
 
+@pytest.mark.slow
 def test_a_prune_that_is_killed_leaves_readable_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,6 +473,7 @@ def test_a_base_of_other_weights_is_found_by_the_digests(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.slow
 def test_flipped_bits_never_lead_to_wrong_weights(
     tmp_path: Path, in_place: bool
 ) -> None:
