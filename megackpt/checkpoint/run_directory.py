@@ -81,7 +81,7 @@ NAMINGS = (
     Naming("lightning", re.compile(r"(?:.*[-_. ])?step=(\d+)(?!\d).*")),
     Naming("orbax", re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")),
     # A chain of weights: megackpt.deltas.
-    Naming("versions", re.compile(r"version_(\d+)")),
+    Naming("versions", re.compile(r"version_(\d{6,})")),
     Naming("plain", re.compile(r"(\d+)"), "{}"),
 )
 

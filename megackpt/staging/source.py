@@ -19,7 +19,7 @@ from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import SavePlan, carried_dtype, itemsizes
 from megackpt.staging.devices import COPIED_AT_ONCE, has_streams, host_blocks, parts
 from megackpt.state.shard_columns import is_cut
-from megackpt.state.storable import dtype_named
+from megackpt.state.storable import DTYPES
 
 _SMALL = 64 << 10  # bytes
 _COMPARED = 1 << 22  # addresses of elements that are compared with one another
@@ -233,10 +233,7 @@ class TensorSource:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.dtypes = [
-            None if entry.meta.is_object else dtype_named(entry.meta.dtype)
-            for entry in plan.tensors
-        ]
+        self.dtypes = [DTYPES.get(entry.meta.dtype) for entry in plan.tensors]
         used = dict(zip(plan.source.tolist(), plan.tensor.tolist(), strict=True))
         # Memory of another dtype than the row's does not count.
         self.memory = HostMemory.of(

@@ -42,7 +42,7 @@ _SHOWN = 12  # steps of a path
 _LOOKED = 1000
 """Parts of a container that are tried one by one, to find parts that cannot be saved."""
 _DECLARED = ("ShardedBase", "LocalNonpersistentObject")
-_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -55,9 +55,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: str) -> torch.dtype:
     """ "bfloat16" -> torch.bfloat16. Raises ShardingError if this torch lacks the dtype."""
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise ShardingError(f"dtype {name!r} is unknown to torch {torch.__version__}")
-    return _DTYPES[name]
+    return DTYPES[name]
 
 
 def dtype_problem(dtype: Any) -> str:
