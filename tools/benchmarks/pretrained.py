@@ -56,7 +56,8 @@ class Pretrained:
         self.position += PAIRS
         first = self.embedded([self.text[place] for place in places])
         second = self.embedded([self.text[place + 1] for place in places])
-        loss = F.cross_entropy(SCALE * first @ second.T, torch.arange(PAIRS))
+        pairs = torch.arange(PAIRS, device="cpu")
+        loss = F.cross_entropy(SCALE * first @ second.T, pairs)
         self.model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         for name, parameter in self.parameters.items():
