@@ -27,8 +27,8 @@ from megackpt.backends.base import (
 from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import Opened
 from megackpt.deltas.chain import Version, chain_of
-from megackpt.deltas.codec import Encoded, decode
-from megackpt.deltas.pieces import change, in_words, words
+from megackpt.deltas.codec import Bits, Changes, Encoded, decode
+from megackpt.deltas.pieces import change, in_words, word_dtype, words
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,
@@ -178,8 +178,13 @@ class Pieces:
     def of(cls, version: Version, wanted: Declarations, verify: bool) -> Pieces:
         return cls(version, plan_load(wanted, version.opened.manifest), verify)
 
-    def between(self, first: int, last: int) -> Iterator[tuple[ReadItem, Encoded]]:
-        """The pieces for wanted boxes [first, last), each with its bytes."""
+    def between(
+        self, first: int, last: int
+    ) -> Iterator[tuple[ReadItem, Box, Changes | Bits]]:
+        """For wanted boxes [first, last), each piece: its box in words, and what it has.
+
+        Raises CorruptCheckpoint.
+        """
         begin, end = np.searchsorted(self.plan.target, (first, last)).tolist()
         plan = self.plan.take(slice(begin, end))
         blobs = Landing([], [], {})
@@ -188,7 +193,16 @@ class Pieces:
         )
         read_raw(self.version.opened.storage, as_objects, blobs, self.verify)
         for number, item in enumerate(plan.rows()):
-            yield item, Encoded.parsed(blobs.blobs[number])
+            size = item.entry.meta.itemsize
+            piece = in_words(item.chunk.box, size)
+            try:
+                encoded = Encoded.parsed(blobs.blobs[number])
+                yield item, piece, decode(encoded, word_dtype(size), piece.volume)
+            except CorruptCheckpoint as error:
+                raise CorruptCheckpoint(
+                    f"{self.version.opened.storage.called}: {item.entry.key!r} "
+                    f"{item.chunk.box} in {item.chunk.location.file}: {error}"
+                ) from error
 
     def apply(
         self,
@@ -201,19 +215,10 @@ class Pieces:
 
         ``arrays`` and ``boxes`` have them. Raises CorruptCheckpoint.
         """
-        for item, encoded in self.between(first, last):
+        for item, piece, found in self.between(first, last):
             array = arrays[item.target - first]
-            bits = words(array)
-            piece = in_words(item.chunk.box, array.itemsize)
-            try:
-                found = decode(encoded, bits.dtype, piece.volume)
-            except CorruptCheckpoint as error:
-                raise CorruptCheckpoint(
-                    f"{self.version.opened.storage.called}: {item.entry.key!r} "
-                    f"{item.chunk.box} in {item.chunk.location.file}: {error}"
-                ) from error
             holder = in_words(boxes[item.target - first], array.itemsize)
-            change(bits, holder, found, piece)
+            change(words(array), holder, found, piece)
 
     @cached_property
     def _as_objects(self) -> Manifest:

@@ -3,8 +3,8 @@
 A directory that ``materialize`` wrote has ``megackpt_weights.json``, which names its version, and
 the index of a checkpoint. ``apply`` changes its files to a later version.
 
-An update that is killed must neither be lost nor be read. ``megackpt.redo`` gets the new values of
-all changed bytes, and the new record and index. When it is durable, a mark takes the place of the
+An update in place that is killed must neither be lost nor be read. ``megackpt.redo`` gets the new
+values of all changed elements, and the new record and index. When it is durable, a mark takes the place of the
 index, so that megackpt refuses the directory. Then the files change. The new index ends the update.
 It can be repeated from the mark on, because the log has values, not differences.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -39,8 +41,15 @@ from megackpt.deltas.chain import (
     path_of,
     versions,
 )
-from megackpt.deltas.delta_format import Delta
-from megackpt.deltas.pieces import digest_of, word_dtype
+from megackpt.deltas.codec import Bits, Changes
+from megackpt.deltas.delta_format import Pieces
+from megackpt.deltas.pieces import (
+    digest_of,
+    flat_indices,
+    in_words,
+    word_dtype,
+    words,
+)
 from megackpt.deltas.tensor_digest import MODULUS
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import (
@@ -53,9 +62,9 @@ from megackpt.errors import (
 )
 from megackpt.loader.load_operation import load as load_checkpoint
 from megackpt.loader.regions import Regions
-from megackpt.planning.box import Box, Int64
+from megackpt.planning.box import Box, Boxes, Int64
 from megackpt.planning.manifest import (
-    DIGEST_BLOCK,
+    Declarations,
     Manifest,
     digest_rows,
     itemsizes,
@@ -64,6 +73,7 @@ from megackpt.state.storable import dtype_named
 from megackpt.storage import (
     TEMPORARY,
     Executor,
+    FileReader,
     LocalStorage,
     Storage,
     digest_blocks,
@@ -78,10 +88,10 @@ _FORMAT = 1
 _RECORD_BYTES = 4096
 _REDO = "megackpt.redo"
 _LOG = f"{_REDO}/changes"
-_CHANGE = np.dtype([("place", "<i8"), ("byte", "u1")])
-"""A byte of a changed element: _FILE times the number of its file, plus its place in the file; its value."""
-_FILE = 1 << 40
-_LOGGED = _CHANGE.itemsize << 20  # bytes of the log that are read at a time
+_HEAD = struct.Struct(
+    "<qqiii"
+)  # file, start and length in bytes, bytes of a word, changes
+_WINDOW = 8 << 20  # bytes of a file that are changed at a time
 _BATCH_BYTES = 64 << 20  # of small tensors that are read together
 
 Octets = NDArray[np.uint8]
@@ -195,12 +205,14 @@ def _apply(path: str, url: str | Path, version: int, in_place: bool) -> None:
         outer, new = LocalStorage(above), f".{name}.new-weights"
         outer.delete(new)
         try:
-            if not in_place:
-                outer.copy_folder(name, new)
-                storage = outer.folder(new)
-            _change(storage, directory, since)
-            _redo(storage)
-            if not in_place and not outer.exchange(new, name):
+            if in_place:
+                _log(old, directory, since)
+                _redo(old)
+                return
+            outer.copy_folder(name, new)
+            storage = outer.folder(new)
+            _update(storage, directory, since)
+            if not outer.exchange(new, name):
                 raise StorageError(
                     f"{path}: this file system cannot exchange directories: use in_place=True"
                 )
@@ -240,54 +252,129 @@ def _versions_since(
     return [found for found in chain if found.number > held.version]
 
 
-class _Added(Delta):
-    """Reads a directory, to which it adds versions."""
+class _Window(NamedTuple):
+    """Changed words in a part of a file.
 
-    def __init__(self, given: Sequence[Version]) -> None:
-        self._given = given
+    ``places`` count words from ``start``, a byte of the file. ``length``: bytes of the part.
+    """
 
-    def chain(self, root: Storage, manifest: Manifest) -> Sequence[Version]:  # noqa: ARG002
-        return self._given
+    file: int
+    start: int
+    length: int
+    places: NDArray[np.int32]
+    values: Bits
 
 
-def _change(storage: Storage, directory: Opened, since: Sequence[Version]) -> None:
-    """Log all changes from a directory to the last version, and set the mark."""
-    first, last = since[0], since[-1]
-    source = last.opened
-    if first.base is not None:
-        given = [replace(first, opened=directory), *since]
-        source = replace(directory, backend=_Added(given))
-    manifest, chunks = directory.manifest, directory.manifest.chunks
-    digests = chunks.digests.copy()
-    with storage.create(_LOG) as log:
-        # A tensor of safetensors is one chunk.
-        for number, old, new in _pairs(directory, source):
-            entry = manifest.tensors[number]
-            size = entry.meta.itemsize
-            at = _changed(old, new, size)
-            if first.base is not None:
-                box, word = Box.whole(entry.meta.shape), word_dtype(size)
-                found = first.digests[entry.key][0]
-                found -= digest_of(entry, box, old.view(word)[at], at)
-                found += digest_of(entry, box, new.view(word)[at], at)
-                if found % MODULUS != last.digests[entry.key][1]:
-                    raise CorruptCheckpoint(
-                        f"{entry.key!r} in {directory.storage.called}/"
-                        f"{manifest.chunk(number).location.file} has other weights than version "
-                        f"{first.number} is based on: materialize in another directory"
-                    )
+class _Update:
+    """The changes from a directory to the last of some versions."""
+
+    def __init__(self, directory: Opened, since: Sequence[Version]) -> None:
+        self.directory = directory
+        self.since = since
+        self.digests = directory.manifest.chunks.digests.copy()
+
+    def windows(self) -> Iterator[_Window]:
+        """All changes. ``digests`` are of the new weights after that."""
+        # A tensor of safetensors is one chunk, with the number of the tensor.
+        chunks = self.directory.manifest.chunks
+        for number, bits, places in self._changed():
             start, end = chunks.block_bounds[number : number + 2].tolist()
-            digests[start:end] = digest_rows(digest_blocks(new.data))
-            begin = int(chunks.file[number]) * _FILE + int(chunks.start[number])
-            places = begin + size * at[:, None] + np.arange(size)
-            changes = np.empty(places.size, _CHANGE)
-            changes["place"] = places.reshape(-1)
-            changes["byte"] = new.reshape(-1, size)[at].reshape(-1)
-            log.write([changes.view(np.uint8).data])
-    chunks = replace(chunks, digests=digests)
-    manifest = replace(manifest, chunks=chunks, save_id=uuid4().hex, values=None)
-    storage.put(f"{_REDO}/{RECORD}", _record(last))
-    storage.put(f"{_REDO}/{INDEX}", sealed_index(manifest, directory.small))
+            self.digests[start:end] = digest_rows(digest_blocks(_octets(bits).data))
+            size = bits.itemsize
+            step = _WINDOW // size
+            bounds = np.searchsorted(places, np.arange(0, len(bits) + step, step))
+            for first, (a, b) in zip(
+                range(0, len(bits), step), pairwise(bounds.tolist()), strict=True
+            ):
+                if a < b:
+                    yield _Window(
+                        int(chunks.file[number]),
+                        int(chunks.start[number]) + first * size,
+                        min(step, len(bits) - first) * size,
+                        (places[a:b] - first).astype(np.int32),
+                        bits[places[a:b]],
+                    )
+
+    def _changed(self) -> Iterator[tuple[int, Bits, Int64]]:
+        """The number of each tensor of the directory, its new words, and which words changed."""
+        if self.since[0].base is None:
+            for number, old, new in _pairs(self.directory, self.since[-1].opened):
+                word = word_dtype(self.directory.manifest.tensors[number].meta.itemsize)
+                bits = new.view(word)
+                yield number, bits, np.flatnonzero(old.view(word) != bits)
+            return
+        manifest = self.directory.manifest
+        kept, boxes, batches = _batches(manifest)
+        tensor = np.array(kept, np.int32)
+        columns = Boxes.of(boxes)
+        nbytes = columns.volume * itemsizes(manifest.tensors)[tensor]
+        wanted = Declarations.of_boxes(manifest.tensors, tensor, columns, nbytes)
+        pieces = [Pieces.of(version, wanted, verify=True) for version in self.since]
+        regions = Regions(self.directory)
+        for batch in batches:
+            pairs = [*zip(kept[batch], boxes[batch], strict=True)]
+            arrays = regions.arrays(pairs)
+            found = [words(array).reshape(-1) for array in arrays]
+            places: list[list[Int64]] = [[] for _ in arrays]
+            for each in pieces:
+                self._apply(each, batch, found, places)
+            for (number, _), bits, at in zip(pairs, found, places, strict=True):
+                yield number, bits, _ascending(at)
+
+    def _apply(
+        self,
+        pieces: Pieces,
+        batch: slice,
+        bits: Sequence[Bits],
+        places: Sequence[list[Int64]],
+    ) -> None:
+        """Apply one version to the words of a batch of tensors. Compares digests."""
+        version = pieces.version
+        sums: dict[str, int] = {}
+        for item, piece, found in pieces.between(batch.start, batch.stop):
+            row = item.target - batch.start
+            key, meta = item.entry
+            whole = Box.whole(meta.shape)
+            shape = in_words(whole, meta.itemsize).shape
+            if isinstance(found, Changes):
+                at = flat_indices(found.places, piece, shape).view(np.int64)
+                old = bits[row][at]
+                new = old + found.differences
+            else:
+                at = flat_indices(np.arange(len(found)), piece, shape).view(np.int64)
+                old, new = bits[row][at], found
+            bits[row][at] = new
+            places[row].append(at)
+            sums.setdefault(key, version.digests[key][0])
+            sums[key] += digest_of(item.entry, whole, new, at, old)
+        for key, total in sums.items():
+            if total % MODULUS != version.digests[key][1]:
+                manifest = self.directory.manifest
+                file = manifest.chunk(manifest.numbers()[key]).location.file
+                raise CorruptCheckpoint(
+                    f"{key!r} in {self.directory.storage.called}/{file} has other weights than "
+                    f"version {version.number} is based on: materialize in another directory"
+                )
+
+    def small_files(self) -> dict[str, bytes]:
+        """The record and the index of the new weights, after ``windows``."""
+        manifest = self.directory.manifest
+        chunks = replace(manifest.chunks, digests=self.digests)
+        manifest = replace(manifest, chunks=chunks, save_id=uuid4().hex, values=None)
+        index = sealed_index(manifest, self.directory.small)
+        return {RECORD: _record(self.since[-1]), INDEX: index}
+
+
+def _log(storage: Storage, directory: Opened, since: Sequence[Version]) -> None:
+    """Log all changes from a directory to the last version, and set the mark."""
+    update = _Update(directory, since)
+    with storage.create(_LOG) as log:
+        for window in update.windows():
+            *place, places, values = window
+            head = _HEAD.pack(*place, values.itemsize, len(values))
+            log.write([memoryview(head), _octets(places).data, _octets(values).data])
+    for name, data in update.small_files().items():
+        storage.put(f"{_REDO}/{name}", data)
     storage.put(INDEX, IN_PLACE)
 
 
@@ -295,38 +382,75 @@ def _redo(storage: Storage) -> None:
     """Change the files as the log says. A killed call may have done that before, in part."""
     index = storage.get(f"{_REDO}/{INDEX}")
     manifest, _ = decode_index(index, f"{storage.location}/{_REDO}/{INDEX}")
-    with ExitStack() as opened:
-        log = opened.enter_context(storage.open(_LOG))
-        readers = [opened.enter_context(storage.open(name)) for name in manifest.files]
-        updaters = [
-            opened.enter_context(storage.update(name)) for name in manifest.files
-        ]
-        for at in range(0, log.size, _LOGGED):
-            logged = np.empty(min(_LOGGED, log.size - at), np.uint8)
-            log.read_into(at, [logged.data])
-            changes = logged.view(_CHANGE)
-            block = changes["place"] // DIGEST_BLOCK
-            for part in np.split(changes, np.flatnonzero(np.diff(block)) + 1):
-                place = int(part["place"][0])
-                file, start = divmod(place - place % DIGEST_BLOCK, _FILE)
-                data = np.empty(min(DIGEST_BLOCK, readers[file].size - start), np.uint8)
-                readers[file].read_into(start, [data.data])
-                data[part["place"] % DIGEST_BLOCK] = part["byte"]
-                updaters[file].write_at(start, [data.data])
+    with storage.open(_LOG) as log:
+        _write(storage, manifest, _logged(log))
     for name in (RECORD, INDEX):
         storage.put(name, storage.get(f"{_REDO}/{name}"))
     storage.delete(_REDO)
 
 
-def _pairs(old: Opened, new: Opened) -> Iterator[tuple[int, Octets, Octets]]:
-    """The number of each tensor of ``old``, and its bytes in both checkpoints."""
-    tensors, numbers = old.manifest.tensors, new.manifest.numbers()
+def _update(storage: Storage, directory: Opened, since: Sequence[Version]) -> None:
+    """Change the files in a copy of a directory."""
+    update = _Update(directory, since)
+    _write(storage, directory.manifest, update.windows())
+    for name, data in update.small_files().items():
+        storage.put(name, data)
+
+
+def _logged(log: FileReader) -> Iterator[_Window]:
+    at = 0
+
+    def read(length: int) -> Octets:
+        nonlocal at
+        data = np.empty(length, np.uint8)
+        log.read_into(at, [data.data])
+        at += length
+        return data
+
+    while at < log.size:
+        file, start, length, size, count = _HEAD.unpack(read(_HEAD.size).data)
+        places = read(4 * count).view(np.int32)
+        values = read(size * count).view(word_dtype(size))
+        yield _Window(file, start, length, places, values)
+
+
+def _write(storage: Storage, manifest: Manifest, windows: Iterable[_Window]) -> None:
+    """Write new values into the files of a directory, durably."""
+    with ExitStack() as opened:
+        readers = [opened.enter_context(storage.open(name)) for name in manifest.files]
+        updaters = [
+            opened.enter_context(storage.update(name)) for name in manifest.files
+        ]
+        for file, start, length, places, values in windows:
+            data = np.empty(length, np.uint8)
+            readers[file].read_into(start, [data.data])
+            data.view(values.dtype)[places] = values
+            updaters[file].write_at(start, [data.data])
+
+
+def _ascending(places: Sequence[Int64]) -> Int64:
+    """The places of several pieces and versions, ascending, each of them once."""
+    if len(places) == 1 and (np.diff(places[0]) > 0).all():
+        return places[0]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *places]))
+
+
+def _batches(manifest: Manifest) -> tuple[list[int], list[Box], list[slice]]:
+    """The numbers of the tensors, their boxes, and parts of both with about _BATCH_BYTES."""
+    tensors = manifest.tensors
     kept = [n for n, (_, meta) in enumerate(tensors) if not meta.is_object]
     boxes = [Box.whole(tensors[number].meta.shape) for number in kept]
     size = itemsizes(tensors)[kept] * [box.volume for box in boxes]
     filled = np.cumsum(size) // _BATCH_BYTES
     bounds = [0, *(np.flatnonzero(np.diff(filled)) + 1).tolist(), len(kept)]
-    for batch in map(slice, bounds, bounds[1:]):
+    return kept, boxes, list(map(slice, bounds, bounds[1:]))
+
+
+def _pairs(old: Opened, new: Opened) -> Iterator[tuple[int, Octets, Octets]]:
+    """The number of each tensor of ``old``, and its bytes in both checkpoints."""
+    tensors, numbers = old.manifest.tensors, new.manifest.numbers()
+    kept, boxes, batches = _batches(old.manifest)
+    for batch in batches:
         stored = [numbers[tensors[number].key] for number in kept[batch]]
         held = Regions(old).arrays([*zip(kept[batch], boxes[batch], strict=True)])
         found = Regions(new).arrays([*zip(stored, boxes[batch], strict=True)])
@@ -334,7 +458,7 @@ def _pairs(old: Opened, new: Opened) -> Iterator[tuple[int, Octets, Octets]]:
             yield row[0], _octets(row[1]), _octets(row[2])
 
 
-def _changed(old: Octets, new: Octets, size: int) -> Int64:
+def _differing(old: Octets, new: Octets, size: int) -> Int64:
     """The elements of ``size`` bytes that differ, ascending."""
     word = word_dtype(size)
     words = np.flatnonzero(old.view(word) != new.view(word))
@@ -390,7 +514,7 @@ def patches(url: str | Path, version: int) -> Iterator[Patch]:
     for number, old, new in _pairs(base.opened, found.opened):
         name, meta = base.opened.manifest.tensors[number]
         if before:
-            indices = _changed(old, new, meta.itemsize)
+            indices = _differing(old, new, meta.itemsize)
         else:
             indices = np.arange(len(new) // meta.itemsize)
         if len(indices):
