@@ -164,7 +164,7 @@ def the_ranks_choose_different_formats(r):
 
 @mistake(
     BackendError,
-    "unknown format 'torch-dist': known are deepspeed, orbax, safetensors, torch, ",
+    "unknown format 'torch-dist': known are deepspeed, delta, orbax, safetensors, torch, ",
     "torch_checkpointing, torch_dist, zarr",
 )
 def the_format_is_misspelt(r):

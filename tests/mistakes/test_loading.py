@@ -420,7 +420,7 @@ def the_format_is_another_one(r):
 
 @mistake(
     BackendError,
-    "unknown format 'torchdist': known are deepspeed, orbax, safetensors, torch, ",
+    "unknown format 'torchdist': known are deepspeed, delta, orbax, safetensors, torch, ",
     "torch_checkpointing, torch_dist, zarr",
 )
 def the_format_is_misspelt(r):
