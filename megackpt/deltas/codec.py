@@ -17,7 +17,7 @@ from megackpt.backends.zarr.codecs import decompress
 from megackpt.errors import CorruptCheckpoint
 
 Bits = NDArray[Any]
-"""The bits of elements in one dimension: an array of a little-endian unsigned dtype, such as <u2."""
+"""The bits of elements in one dimension: an array of a little-endian unsigned dtype, as <u2."""
 Kind = Literal["same", "changes", "whole"]
 
 _KINDS: tuple[Kind, ...] = ("same", "changes", "whole")
@@ -123,9 +123,8 @@ def decode(encoded: Encoded, dtype: np.dtype[Any], length: int) -> Changes | Bit
     raise CorruptCheckpoint(f"a changed element is not one of the {length} of its box")
 
 
-def apply(encoded: Encoded, bits: Bits) -> None:
+def apply(found: Changes | Bits, bits: Bits) -> None:
     """Turn the bits of the version before into the bits of this version, in place."""
-    found = decode(encoded, bits.dtype, len(bits))
     if isinstance(found, Changes):
         bits[found.places] += found.differences
     else:

@@ -158,7 +158,8 @@ def read_version(root: Storage) -> XorVersion | None:
     for name, known in _VALUES.items():
         if metadata.get(name) not in known:
             raise BackendError(
-                f"{where} has the {name} {metadata.get(name)!r}: megackpt reads {' or '.join(known)}"
+                f"{where} has the {name} {metadata.get(name)!r}: megackpt reads "
+                f"{' or '.join(known)}"
             )
     version, base = (str(metadata.get(key)) for key in ("version", "base_version"))
     if not (_NUMBER.fullmatch(version) and _NUMBER.fullmatch(base)):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megackpt.deltas.codec import Bits, Changes
+from megackpt.deltas.codec import Bits, Changes, apply
 from megackpt.deltas.tensor_digest import MODULUS, digest, key_of
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import TensorEntry
@@ -88,11 +88,7 @@ def change(array: NDArray[Any], region: Box, found: Changes | Bits, piece: Box) 
     if array.size == 0:
         return
     if array.shape == piece.shape and region == piece and array.flags.c_contiguous:
-        flat = array.reshape(-1)
-        if isinstance(found, Changes):
-            flat[found.places] += found.differences
-        else:
-            flat[:] = found
+        apply(found, array.reshape(-1))
         return
     common = region.intersect(piece)
     if common is None:

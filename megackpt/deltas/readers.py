@@ -4,9 +4,9 @@ A directory that ``materialize`` wrote has ``megackpt_weights.json``, which name
 the index of a checkpoint. ``apply`` changes its files to a later version.
 
 An update in place that is killed must neither be lost nor be read. ``megackpt.redo`` gets the new
-values of all changed elements, and the new record and index. When it is durable, a mark takes the place of the
-index, so that megackpt refuses the directory. Then the files change. The new index ends the update.
-It can be repeated from the mark on, because the log has values, not differences.
+values of all changed elements, and the new record and index. When it is durable, a mark takes the
+place of the index, so that megackpt refuses the directory. Then the files change. The new index
+ends the update. It can be repeated from the mark on, because the log has values, not differences.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ _FORMAT = 1
 _RECORD_BYTES = 4096
 _REDO = "megackpt.redo"
 _LOG = f"{_REDO}/changes"
-_HEAD = struct.Struct(
-    "<qqiii"
-)  # file, start and length in bytes, bytes of a word, changes
+_HEAD = struct.Struct("<qqiii")
+"""Of a window in the log: file, start and length in bytes, bytes of a word, changes."""
 _WINDOW = 8 << 20  # bytes of a file that are changed at a time
 _BATCH_BYTES = 64 << 20  # of small tensors that are read together
 
@@ -430,9 +429,12 @@ def _write(storage: Storage, manifest: Manifest, windows: Iterable[_Window]) -> 
 
 def _ascending(places: Sequence[Int64]) -> Int64:
     """The places of several pieces and versions, ascending, each of them once."""
-    if len(places) == 1 and (np.diff(places[0]) > 0).all():
-        return places[0]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *places]))
+    found = np.concatenate([np.empty(0, np.int64), *places])
+    if (np.diff(found) > 0).all():
+        return found
+    found.sort()
+    once: Int64 = found[np.diff(found, prepend=-1) > 0]
+    return once
 
 
 def _batches(manifest: Manifest) -> tuple[list[int], list[Box], list[slice]]:
@@ -538,9 +540,11 @@ def version_of(directory: str | Path) -> int | None:
     Raises NotACheckpoint if ``directory`` was not materialized.
     """
     try:
-        return _recorded(LocalStorage(absolute(directory))).version
+        storage = LocalStorage(absolute(directory))
     except FileNotFoundError:
         return None
+    with closing(storage):
+        return _recorded(storage).version
 
 
 def latest_version(url: str | Path) -> int | None:

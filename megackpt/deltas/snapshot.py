@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -138,20 +139,18 @@ def _digest(item: WriteItem, bits: Bits) -> int:
     return digest_of(TensorEntry(item.shard.key, item.meta), item.shard.box, bits)
 
 
+@contextmanager
 def _words(item: WriteItem, blocks: Iterator[memoryview]) -> Iterator[Bits]:
-    """Once the words of a row, without a copy if they are one block.
+    """The words of a row. If the source has them in one block, they are its memory, no copy.
 
-    The source checks its memory after their use.
+    At the end the source checks that the memory was not freed meanwhile.
     """
-    dtype = word_dtype(item.meta.itemsize)
-    parts = []
-    for block in blocks:
-        if len(block) == item.nbytes:
-            yield np.frombuffer(block, dtype)
-        else:
-            parts.append(bytes(block))
-    if parts:
-        yield np.frombuffer(b"".join(parts), dtype)
+    data: bytes | memoryview = next(blocks, b"")
+    if len(data) < item.nbytes:
+        data = b"".join([bytes(data), *map(bytes, blocks)])
+    yield np.frombuffer(data, word_dtype(item.meta.itemsize))
+    for _ in blocks:
+        pass
 
 
 def _other_table(base: Version, keys: list[str]) -> str:
@@ -223,12 +222,10 @@ class DeltaWriter(_Publication, DeltaReading):
         def pack(row: int) -> bytes:
             if plan.tensors[plan.tensor[row]].meta.is_object:
                 return b"".join(data.blocks(row))
-            packed = b""
             item = plan.row(row)
-            for bits in _words(item, data.blocks(row)):
+            with _words(item, data.blocks(row)) as bits:
                 encoded = self.snapshot.compare(item, bits)
-                packed = b"" if encoded is None else encoded.packed()
-            return packed
+            return b"" if encoded is None else encoded.packed()
 
         if len(plan):
             name = _file_name(plan.rank)
@@ -285,6 +282,6 @@ class _Compared(Source):
             yield from self.data.blocks(row)
             return
         item = self.plan.row(row)
-        for bits in _words(item, self.data.blocks(row)):
+        with _words(item, self.data.blocks(row)) as bits:
             self.writer.snapshot.compare(item, bits)
             yield bits.view(np.uint8).data

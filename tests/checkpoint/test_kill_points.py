@@ -9,6 +9,7 @@ import pytest
 
 from megackpt.errors import NotACheckpoint
 from megackpt.storage import kernel
+from tests.children import died
 
 FOREIGN = {"notes.txt": "mine", "logs/run": "mine too", "rank1.bin.log": "and this"}
 STEPS = (
@@ -51,18 +52,12 @@ def die_at(step: int) -> None:
 
 def saved_by_a_child_that_dies(saves, where: Path, value: int, step: int) -> bool:
     """True if it died, False if it was done before."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            die_at(step)
-            saves.save(where, value)
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 9)
-    return code == 9
+
+    def work():
+        die_at(step)
+        saves.save(where, value)
+
+    return died(work)
 
 
 def make_foreign(where: Path) -> None:

@@ -15,6 +15,7 @@ from megackpt.converter import cells, conversion
 from megackpt.converter.conversion_workers import JOURNAL
 from megackpt.errors import CheckpointExists, NotACheckpoint
 from megackpt.storage import kernel
+from tests.children import died
 
 STEPS = ("fsync", "rename", "link", "unlink", "mkdir", "writev", "pwritev", "chmod")
 LIMIT = 1000
@@ -40,27 +41,12 @@ def die_at(step: int) -> None:
     kernel.exchange = counting(kernel.exchange)  # type: ignore[assignment]
 
 
-def in_a_child(work: Callable[[], object]) -> bool:
-    """Run this in a process that ends by itself (True: it died) or when it is done."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 9)
-    return code == 9
-
-
 def dying(step: int, source: Path, target: Path, to: str, overwrite: bool) -> bool:
     def work() -> None:
         die_at(step)
         megackpt.convert(source, target, to, overwrite=overwrite)
 
-    return in_a_child(work)
+    return died(work)
 
 
 @pytest.mark.parametrize(

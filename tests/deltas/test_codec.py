@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from megackpt.deltas.codec import Encoded, apply, encode, update
+from megackpt.deltas.codec import Encoded, apply, decode, encode, update
 from megackpt.deltas.tensor_digest import MODULUS, digest, key_of
 from megackpt.errors import CorruptCheckpoint
 from tests.test_docs import ROOT, blocks
@@ -55,7 +55,7 @@ def test_both_readers_give_the_new_bits(dtype, length, share, is_small, seed):
         new[changed] = random.integers(0, top, changed.sum(), dtype, endpoint=True)
     encoded = encoded_change(old, new)
     found, read = old.copy(), old.copy()
-    apply(encoded, found)
+    apply(decode(encoded, found.dtype, length), found)
     assert np.array_equal(found, new)
     parts = encoded.kind, encoded.changes, encoded.gap_bytes, encoded.payload
     PAGE["apply_piece"](*parts, read)
@@ -78,7 +78,7 @@ def test_a_gap_of_three_planes():
     new[[5, 69_999]] = 1
     encoded = encoded_change(old, new)
     assert (encoded.changes, encoded.gap_bytes) == (2, 3)
-    apply(encoded, old)
+    apply(decode(encoded, old.dtype, len(old)), old)
     assert np.flatnonzero(old).tolist() == [5, 69_999]
 
 
@@ -102,7 +102,7 @@ def test_what_does_not_fit_its_box_is_refused(forged):
     new[[3, 50, 99]] = 1
     encoded = replace(encoded_change(old, new), **forged)
     with pytest.raises(CorruptCheckpoint):
-        apply(encoded, old)
+        apply(decode(encoded, old.dtype, len(old)), old)
     assert not old.any()
 
 
@@ -110,7 +110,7 @@ def test_a_place_behind_the_box_is_refused():
     old, new = np.zeros(100, "<u2"), np.zeros(100, "<u2")
     new[99] = 1
     with pytest.raises(CorruptCheckpoint, match="is not one of the 99 of its box"):
-        apply(encoded_change(old, new), np.zeros(99, "<u2"))
+        decode(encoded_change(old, new), old.dtype, 99)
 
 
 def test_a_digest_is_that_of_the_docs():

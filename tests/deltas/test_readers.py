@@ -43,6 +43,7 @@ from megackpt.errors import (
 from megackpt.storage import kernel
 from tests.bits import assert_same, bits, octets
 from tests.buckets import Bucket
+from tests.children import died
 
 Weights = dict[str, torch.Tensor]
 STEPS = (
@@ -234,18 +235,12 @@ def die_at(step: int) -> None:
 
 def killed(step: int, work: Callable[[], object]) -> bool:
     """True if a child that does this died, False if it was done before."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            die_at(step)
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 9)
-    return code == 9
+
+    def dying() -> None:
+        die_at(step)
+        work()
+
+    return died(dying)
 
 
 def refusal(where: Path) -> str:

@@ -14,6 +14,7 @@ from megackpt.converter import export_huggingface
 from megackpt.errors import NotACheckpoint
 from megackpt.storage import kernel
 from tests.checkpoint.test_kill_points import LIMIT, die_at
+from tests.children import died
 from tests.huggingface.models import equal, files_in, shard
 
 WEIGHTS = {"model.a": torch.arange(4.0), "model.b": torch.ones(2, 3)}
@@ -26,18 +27,11 @@ def export(run: Path) -> None:
 
 
 def dies(run: Path, step: int) -> bool:
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            die_at(step)
-            export(run)
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 9)
-    return code == 9
+    def work() -> None:
+        die_at(step)
+        export(run)
+
+    return died(work)
 
 
 @pytest.mark.slow
