@@ -55,6 +55,7 @@ from megackpt.manager.stateful import (
 from megackpt.option_names import refuse_options
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
+from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor, root_at
 from megackpt.strategies import StrategyLike
@@ -400,6 +401,7 @@ class CheckpointManager(SaveDecisions):
         finite: bool = False,
         only: Collection[str] | None = None,
         partial: bool = False,
+        audit: bool = False,
         **objects: Savable,
     ) -> Restored | None:
         """Load a step, or the newest good one; collective.
@@ -427,6 +429,9 @@ class CheckpointManager(SaveDecisions):
                 ``strict`` is RAISE_UNEXPECTED then: other stored keys are not warned of.
             partial: fill the stored tensors; the remaining tensors keep their values. An INFO line
                 counts both. ``strict`` has no effect, and no older step replaces a damaged one.
+            audit: compare the values of the shards that several ranks hold afterwards, as
+                ``Strategy(audit="full")`` does in a save. ``audit_exclude`` and ``on_mismatch`` of
+                the manager's strategy count.
             sharded_state_dict, strict and further options: see ``megackpt.load``.
 
         Returns:
@@ -439,6 +444,7 @@ class CheckpointManager(SaveDecisions):
             StorageError: ``root`` is not a directory.
             MismatchError: the checkpoint does not fit the state, or after damage the one before
                 does not hold all keys.
+            ReplicaMismatch: ``audit`` has found different values of one shard.
         """
         if only is not None:
             names = {only} if isinstance(only, str) else {*only}
@@ -492,6 +498,10 @@ class CheckpointManager(SaveDecisions):
                 if partial:
                     report_kept(group, state, whole[2])
                     found = found._replace(state=state)
+                if audit:
+                    path = self.path(found.step)
+                    held = stateful.declare(sharded_state_dict)
+                    compare_replicas(held, path, self._strategy, group)
         return found
 
     def close(self, abort: bool = False) -> None:

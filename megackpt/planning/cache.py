@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan
+
+_FLOATS = "float", "bfloat", "complex"
+_COUNTER = 16
+"""Bytes of a tensor that may be a counter, such as the step of an optimizer."""
+_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 
 
 @lru_cache(maxsize=2)  # of declarations that are reused
@@ -74,6 +80,7 @@ class PlanCache:
     size: int = 4
     _plans: OrderedDict[int, CachedPlan] = field(default_factory=OrderedDict)
     _saves: Counter[int | None] = field(default_factory=Counter)
+    _weights: OrderedDict[str, tuple[str, bytes]] = field(default_factory=OrderedDict)
 
     def turn(self, fingerprint: int | None) -> int:
         """How many saves of these declarations have started before, for audits that take turns."""
@@ -92,6 +99,27 @@ class PlanCache:
         self._plans.move_to_end(fingerprint)
         if len(self._plans) > self.size:
             self._plans.popitem(last=False)
+
+    def step_with_equal_weights(self, directory: str, manifest: Manifest) -> str:
+        """On rank 0: the step that was saved before this one, if it has equal weights; else "".
+
+        Weights are the chunks of floating-point tensors of more than ``_COUNTER`` bytes. Steps are
+        directories whose paths differ in their last number.
+        """
+        chunks = manifest.chunks
+        floats = [tensor.meta.dtype.startswith(_FLOATS) for tensor in manifest.tensors]
+        is_weight = np.array(floats, np.bool_)[chunks.tensor]
+        rows = np.flatnonzero(is_weight & (chunks.length > _COUNTER))
+        if not len(rows) or not len(chunks.digests):
+            return ""
+        digests = chunks.digests[chunks.blocks(rows)].tobytes()
+        found = sha1(digests, usedforsecurity=False).digest()
+        run = _LAST_NUMBER.sub("", directory)
+        before, digest = self._weights.pop(run, ("", b""))
+        self._weights[run] = directory, found
+        if len(self._weights) > self.size:
+            self._weights.popitem(last=False)
+        return before if found == digest and before != directory else ""
 
 
 _caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()

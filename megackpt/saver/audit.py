@@ -23,10 +23,12 @@ from megackpt.errors import name_ranks
 from megackpt.planning.box import Groups, group
 from megackpt.planning.manifest import (
     DIGEST_SIZE,
+    Chunks,
     Declarations,
     Int32,
-    Manifest,
     ShardId,
+    TensorEntry,
+    TensorMeta,
 )
 from megackpt.staging.source import byte_view, is_plain_memory, pieces
 from megackpt.storage import digest
@@ -39,7 +41,7 @@ _ALWAYS = 1 << 20
 """Bytes. The smallest replicas of a rank, up to this sum, are compared in every save."""
 _NAMED = 20  # shards, in a message
 _PARTITIONS = 3  # ways in which ranks differ, for each of these
-_ADVICE = (
+OF_A_SAVE = (
     "Ranks hold different values of the same shard: replicas have diverged, data is damaged, or "
     "different tensors have one key. Strategy(audit_exclude=[...]) leaves out keys whose replicas "
     "may differ, and on_mismatch='warn' saves anyway."
@@ -244,38 +246,48 @@ def _blocks(
 
 
 def describe(
+    advice: str,
     shards: Sequence[ShardId],
     found: Sequence[Blocks],
-    manifest: Manifest,
+    tensors: Sequence[TensorEntry],
+    stored: Chunks | None = None,
 ) -> str:
-    """Which ranks differ in which blocks. ``found``: for each rank ``RankDigests.of(shards)``."""
-    lines = [_ADVICE]
+    """Which ranks differ in which blocks. ``found``: for each rank ``RankDigests.of(shards)``.
+
+    ``stored``: the chunks of ``tensors`` that are saved, None without a save.
+    """
+    lines = [advice]
     if statistics := sum(shard.key.endswith(_STATISTICS) for shard in shards):
         lines.append(_ABOUT_STATISTICS.format(statistics))
     lines.append("The shards:")
+    numbers = {entry.key: number for number, entry in enumerate(tensors)}
     for i, shard in enumerate(shards[:_NAMED]):
+        number = numbers[shard.key]
+        writers = None if stored is None else _writers(shard, number, stored)
         replicas = [
             (rank, hashed)
             for rank, blocks in enumerate(found)
             for hashed in blocks.get(i, ())
         ]
-        lines.append(f"  {shard}: {_difference(shard, replicas, manifest)}")
+        difference = _difference(shard, replicas, tensors[number].meta, writers)
+        lines.append(f"  {shard}: {difference}")
     if len(shards) > _NAMED:
         lines.append(f"  and {len(shards) - _NAMED} more shards")
     return "\n".join(lines)
 
 
 def _difference(
-    shard: ShardId, replicas: Sequence[tuple[int, Hashed]], manifest: Manifest
+    shard: ShardId,
+    replicas: Sequence[tuple[int, Hashed]],
+    meta: TensorMeta,
+    writers: list[int] | None,
 ) -> str:
     """Which ranks differ in which blocks of a shard, and which of them have written it."""
     of_block: dict[int, dict[bytes, list[int]]] = {}  # block -> digest -> ranks
     for rank, hashed in replicas:
         for block, value in zip(*hashed, strict=True):
             of_block.setdefault(block, {}).setdefault(value, []).append(rank)
-    meta = manifest.tensors[manifest.numbers()[shard.key]].meta
     nbytes = shard.box.volume * meta.itemsize
-    writers = _writers(shard, manifest)
     # Different ranks may differ in different blocks.
     blocks_of: dict[tuple[str, str], list[int]] = {}
     for block, ranks in of_block.items():
@@ -290,14 +302,17 @@ def _difference(
             text += f" (from byte {blocks[0] * BLOCK:,} of the shard on)"
         if len(blocks) > 1:
             text += f" and {len(blocks) - 1} more"
-        texts.append(f"{text}; {stored}")
+        texts.append(text + stored)
     if len(blocks_of) > _PARTITIONS:
         texts.append("and other blocks, in which other ranks differ")
     return "\n    ".join(texts)
 
 
 def _sides(
-    ranks: Mapping[bytes, list[int]], writers: list[int], nbytes: int, dtype: str
+    ranks: Mapping[bytes, list[int]],
+    writers: list[int] | None,
+    nbytes: int,
+    dtype: str,
 ) -> tuple[str, str]:
     """The ranks of each digest, with the value if it is short; and whose value is stored."""
     groups = sorted(ranks.items(), key=lambda group: (-len(group[1]), group[1]))
@@ -307,11 +322,15 @@ def _sides(
         if nbytes <= DIGEST_SIZE:
             side += _shown(value[:nbytes], dtype)
         sides.append(side)
-    stored = f"stored is that of {name_ranks(writers)}"
+    stored = ""
+    if writers is not None:
+        stored = f"; stored is that of {name_ranks(writers)}"
     _, largest = groups[0]
     if 2 * len(largest) <= sum(map(len, ranks.values())):
         return " against ".join(sides) + ", no majority", stored
     sides[0] += " (majority)"
+    if writers is None:
+        return " against ".join(sides), ""
     if {*writers} <= {*largest}:
         return " against ".join(sides), f"{stored} (majority)"
     return " against ".join(sides), f"{stored} (not the majority's)"
@@ -326,10 +345,9 @@ def _shown(value: bytes, dtype: str) -> str:
     return f" [{', '.join(map(str, elements))}]"
 
 
-def _writers(shard: ShardId, manifest: Manifest) -> list[int]:
-    """The ranks that write a shard."""
-    chunks = manifest.chunks
-    rows = np.flatnonzero(chunks.tensor == manifest.numbers()[shard.key])
+def _writers(shard: ShardId, tensor: int, chunks: Chunks) -> list[int]:
+    """The ranks that write a shard of the tensor with this number."""
+    rows = np.flatnonzero(chunks.tensor == tensor)
     ndim = len(shard.box.shape)
     offset = chunks.boxes.offset[rows, :ndim]
     begin = np.array(shard.box.offset)

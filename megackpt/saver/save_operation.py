@@ -51,6 +51,7 @@ from megackpt.planning.manifest import (
     WriteResult,
 )
 from megackpt.saver.audit import (
+    OF_A_SAVE,
     AllReplicas,
     Blocks,
     RankDigests,
@@ -78,6 +79,7 @@ _NO_PLAN = -(2**63) + 1
 """The vote of a rank that cannot reuse a plan: no other vote agrees with it."""
 _ABSTAINS = 2**63 - 1
 """It is never the lowest."""
+_STALE = "training changed none, or a state was saved that training does not use"
 _named_classes: set[str] = set()  # classes to trust that a warning has named
 
 
@@ -180,7 +182,8 @@ def save(
             f"a common_strategy is not supported: {COMMON_IS_KEPT}"
         )
     # An error in the strategy is raised below, on all ranks.
-    own = attempt(lambda: resolve(sharded_strategy).own("save")).value
+    strategy = attempt(partial(resolve, sharded_strategy)).value
+    own = None if strategy is None else strategy.own("save")
     if own is not None:
         later: AsyncRequest | None = own(
             sharded_state_dict,
@@ -601,10 +604,19 @@ def _commit(
             differing = part.all_replicas.differing(digests)
             if differing:
                 return differing
-        return session.commit(request.backend, manifest)
+        nbytes = session.commit(request.backend, manifest)
+        cache = cache_of(session.group.identity)
+        before = cache.step_with_equal_weights(request.directory, manifest)
+        if before and not request.backend.properties.is_delta:
+            text = (
+                "%s has the weights of %s: all floating-point tensors are equal, so %s"
+            )
+            logger.warning(text, request.directory, before, _STALE)
+        return nbytes
 
     def conclude(found: Sequence[Blocks]) -> int:
-        text = describe(differing, found, manifests[0])
+        tensors, chunks = manifests[0].tensors, manifests[0].chunks
+        text = describe(OF_A_SAVE, differing, found, tensors, chunks)
         if request.audit.raises:
             raise ReplicaMismatch(text)
         logger.warning("%s", text)
