@@ -52,13 +52,14 @@ from megackpt.manager.stateful import (
     report_kept,
     with_digests,
 )
+from megackpt.manager.storage_space import StorageSpace
 from megackpt.option_names import refuse_options
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
 from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor, root_at
-from megackpt.strategies import StrategyLike
+from megackpt.strategies import StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -147,6 +148,10 @@ class CheckpointManager(SaveDecisions):
         )
         self._retention = Retention(self.root, self._naming, rules)
         self._strategy = rules.refuse_unindexed(strategy)
+        # A strategy that is wrong is refused by the first save, on all ranks.
+        backend = attempt(lambda: resolve(strategy).make_backend()).value
+        is_raw = backend is not None and backend.properties.encoding == "raw"
+        self._space = StorageSpace(self._retention, is_raw, process_group, timeout)
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
         self._timeout = timeout
@@ -264,6 +269,7 @@ class CheckpointManager(SaveDecisions):
         try:
             if self._local is not None:
                 self._local.before_storage(step)
+            self._space.check(step, state, self._queue.failures.failed)
             request = save(
                 state,
                 path,
@@ -279,7 +285,9 @@ class CheckpointManager(SaveDecisions):
                 wait_staged=wait_staged,
             )
         except CheckpointingException as error:
-            if not self._queue.failures.tolerates(error, path, is_coordinator):
+            is_tolerated = self._queue.failures.tolerates(error, path, is_coordinator)
+            self._space.report(step, self._queue.failures.failed)
+            if not is_tolerated:
                 raise
             local.get()
             return None
@@ -552,7 +560,11 @@ class CheckpointManager(SaveDecisions):
         if self._local is not None:
             self._local.poll(blocking)
         # If this raises, the next call returns the steps that were committed before the error.
-        self._queue.maybe_finalize_async_calls(blocking)
+        newest = max(self._in_flight, default=0)
+        try:
+            self._queue.maybe_finalize_async_calls(blocking)
+        finally:
+            self._space.report(newest, self._queue.failures.failed)
         steps = list(self._finalized_steps)
         self._finalized_steps.clear()
         return steps

@@ -43,6 +43,7 @@ from megackpt.planning.manifest.declarations import (
     carried_dtype as carried_dtype,
     digest_rows as digest_rows,
     is_main_replica as is_main_replica,
+    is_unnumbered as is_unnumbered,
     itemsizes as itemsizes,
     joined as joined,
     key_problem as key_problem,
