@@ -59,7 +59,7 @@ from megackpt.saver import save
 from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor, root_at
-from megackpt.strategies import StrategyLike, resolve
+from megackpt.strategies import StrategyLike
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -148,10 +148,7 @@ class CheckpointManager(SaveDecisions):
         )
         self._retention = Retention(self.root, self._naming, rules)
         self._strategy = rules.refuse_unindexed(strategy)
-        # A strategy that is wrong is refused by the first save, on all ranks.
-        backend = attempt(lambda: resolve(strategy).make_backend()).value
-        is_raw = backend is not None and backend.properties.encoding == "raw"
-        self._space = StorageSpace(self._retention, is_raw, process_group, timeout)
+        self._space = StorageSpace(self._retention, strategy, process_group, timeout)
         self._worker = _WORKERS[asynchronous]
         self._process_group = process_group
         self._timeout = timeout
@@ -163,8 +160,8 @@ class CheckpointManager(SaveDecisions):
             max_failures=max_failures,
             staging_bytes=0,
         )
-        if self._worker is None and staging_bytes is None:
-            staging_bytes = 0
+        if self._worker is None:
+            staging_bytes = staging_bytes or 0
         self._queue = queue(self._worker == "process", staging_bytes=staging_bytes)
         self._local = None
         if local is not None:
@@ -263,7 +260,6 @@ class CheckpointManager(SaveDecisions):
         self._last_save_began = time.monotonic()
         is_coordinator = coordinates(self._process_group)
         committed = partial(self._on_commit, step, is_coordinator, numbers)
-        path = self.path(step)
         given = preprocess_common_before_consistancy_check
         comparable = partial(with_digests, state, stateful.plain, given)
         try:
@@ -272,7 +268,7 @@ class CheckpointManager(SaveDecisions):
             self._space.check(step, state, self._queue.failures.failed)
             request = save(
                 state,
-                path,
+                self.path(step),
                 self._strategy,
                 async_sharded_save=asynchronous,
                 process_group=self._process_group,
@@ -285,9 +281,7 @@ class CheckpointManager(SaveDecisions):
                 wait_staged=wait_staged,
             )
         except CheckpointingException as error:
-            is_tolerated = self._queue.failures.tolerates(error, path, is_coordinator)
-            self._space.report(step, self._queue.failures.failed)
-            if not is_tolerated:
+            if not self._tolerates(error, step):
                 raise
             local.get()
             return None
@@ -437,9 +431,8 @@ class CheckpointManager(SaveDecisions):
                 ``strict`` is RAISE_UNEXPECTED then: other stored keys are not warned of.
             partial: fill the stored tensors; the remaining tensors keep their values. An INFO line
                 counts both. ``strict`` has no effect, and no older step replaces a damaged one.
-            audit: compare the values of the shards that several ranks hold afterwards, as
-                ``Strategy(audit="full")`` does in a save. ``audit_exclude`` and ``on_mismatch`` of
-                the manager's strategy count.
+            audit: compare the values of the shards that several ranks hold afterwards, with the
+                ``audit_exclude`` and ``on_mismatch`` of the manager's strategy.
             sharded_state_dict, strict and further options: see ``megackpt.load``.
 
         Returns:
@@ -507,9 +500,8 @@ class CheckpointManager(SaveDecisions):
                     report_kept(group, state, whole[2])
                     found = found._replace(state=state)
                 if audit:
-                    path = self.path(found.step)
                     held = stateful.declare(sharded_state_dict)
-                    compare_replicas(held, path, self._strategy, group)
+                    compare_replicas(held, self.path(found.step), self._strategy, group)
         return found
 
     def close(self, abort: bool = False) -> None:
@@ -560,14 +552,21 @@ class CheckpointManager(SaveDecisions):
         if self._local is not None:
             self._local.poll(blocking)
         # If this raises, the next call returns the steps that were committed before the error.
-        newest = max(self._in_flight, default=0)
         try:
             self._queue.maybe_finalize_async_calls(blocking)
         finally:
+            newest = max(self._in_flight, default=0)
             self._space.report(newest, self._queue.failures.failed)
         steps = list(self._finalized_steps)
         self._finalized_steps.clear()
         return steps
+
+    def _tolerates(self, error: CheckpointingException, step: int) -> bool:
+        """Whether training continues after this error of a save."""
+        is_coordinator, path = coordinates(self._process_group), self.path(step)
+        is_tolerated = self._queue.failures.tolerates(error, path, is_coordinator)
+        self._space.report(step, self._queue.failures.failed)
+        return is_tolerated
 
     def _on_commit(
         self, step: int, is_coordinator: bool, metrics: dict[str, float]

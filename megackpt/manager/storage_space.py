@@ -11,7 +11,7 @@ from datetime import UTC, date, datetime, timedelta
 
 from megackpt.adapters.megatron import from_megatron
 from megackpt.checkpoint.run_directory import list_run
-from megackpt.distributed import GroupLike, coordinates, group_over
+from megackpt.distributed import GroupLike, attempt, coordinates, group_over
 from megackpt.errors import CheckpointingException, StorageError, join_truncated
 from megackpt.events import format_size
 from megackpt.manager.keep_rules import KeepRules
@@ -19,6 +19,7 @@ from megackpt.manager.retention import Retention
 from megackpt.planning.manifest import is_main_replica, is_unnumbered
 from megackpt.state import ShardedBase, ShardedStateDict
 from megackpt.storage import TEMPORARY, Advance, Executor, LocalStorage, is_url
+from megackpt.strategies import StrategyLike, resolve
 from megackpt.tree import walk
 
 logger = logging.getLogger("megackpt.manager")
@@ -34,20 +35,22 @@ class StorageSpace:
 
     Args:
         retention: of the run.
-        is_raw: the saves write the bytes of the tensors as they are. Of other saves, which may
-            need less space, only the small file is required.
+        strategy: of the saves. Formats that may need less space than the tensors have, because
+            they compress, are only asked to write the small file.
     """
 
     def __init__(
         self,
         retention: Retention,
-        is_raw: bool,
+        strategy: StrategyLike,
         process_group: GroupLike,
         timeout: timedelta,
     ) -> None:
         self._retention = retention
         self._root = retention.root
-        self._is_raw = is_raw
+        # A wrong strategy is refused by the save, on all ranks.
+        backend = attempt(lambda: resolve(strategy).make_backend()).value
+        self._is_raw = backend is not None and backend.properties.encoding == "raw"
         self._process_group = process_group
         self._timeout = timeout
         self._checked_on: date | None = None

@@ -86,6 +86,7 @@ def test_after_a_failed_save_the_missing_bytes_are_said(
         disk, on_error="warn", asynchronous=asynchronous, max_failures=9
     ) as manager:
         manager.save(1, state())
+        manager.finalize()
         # Another program takes the space after the check.
         (disk / "foreign").write_bytes(bytes(5 * MIB))
         for step in (2, 3):
