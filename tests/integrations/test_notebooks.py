@@ -42,14 +42,17 @@ for step in (1, 2):
     "bars": """
 from megackpt import progress_line
 progress_line._REDRAW_SECONDS = 600
+model.weight.data.add_(1)  # a step with equal weights is a warning
 with megackpt.progress():
     checkpoints.save(4, model=model)
     megackpt.verify('run/iter_0000004')
 """,
     "without tqdm": """
 sys.modules['tqdm'] = None
+model.weight.data.add_(1)
 with megackpt.progress():
     checkpoints.save(5, model=model)
+model.weight.data.add_(1)
 with megackpt.progress(force=True):
     checkpoints.save(6, model=model)
 """,
