@@ -9,7 +9,13 @@ from __future__ import annotations
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -33,6 +39,7 @@ from megackpt.planning.manifest import (
     table_of,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
+from megackpt.planning.unchanged import Reuse
 from megackpt.storage import Storage
 
 CONFIG = "metadata.json"
@@ -154,6 +161,8 @@ class Properties:
     """Formats that may recognise a directory of this format, too: this format is meant."""
     follows_links: bool = False
     """Data files may be links to files outside of the directory."""
+    reuses: bool = False
+    """It has ``write_linking``."""
     indexed: bool = True
     """A save writes our index. False: no file of ours stays in the directory, so there are no
     digests. Such a save replaces no checkpoint, and is not replaced. Object stores always have
@@ -183,6 +192,50 @@ class Finished:
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
     written: Collection[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The rows that a save compares with an earlier checkpoint, and the files that it links.
+
+    Attributes:
+        reuse: the rows, and what the earlier checkpoint has of them.
+        source: its files; None if it cannot be opened.
+        refused: why files could not be linked.
+        linked: bytes of the rows in the files that were linked.
+    """
+
+    reuse: Reuse
+    source: Storage | None
+    refused: list[str] = field(default_factory=list)
+    linked: list[int] = field(default_factory=list)
+
+    def link(
+        self,
+        root: Storage,
+        to: str,
+        rows: Sequence[int],
+        digests: Callable[[int], bytes],
+    ) -> bool:
+        """Whether ``to`` is a link now, because all rows of its file have their former digests.
+
+        ``digests`` of a row are the digests that writing it would give.
+        """
+        before = self.reuse.before
+        if before is None or self.source is None:
+            return False
+        if any(digests(row) != before.digests(row) for row in rows):
+            return False
+        written = before.written
+        chunks = before.bounds[rows]
+        name = written.files[written.file[chunks[0]]]
+        end = (written.start + written.length)[chunks].max()
+        reason = root.link(self.source, name, to, int(end))
+        if reason:
+            self.refused.append(reason)
+        else:
+            self.linked.append(int(written.length[chunks].sum()))
+        return not reason
 
 
 WrittenRow = tuple[Location, bytes]
@@ -225,6 +278,15 @@ class Backend(ABC):
     @abstractmethod
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         """On every rank, possibly in a worker process: write the rows of this rank, durably."""
+
+    def write_linking(
+        self, root: Storage, plan: SavePlan, data: Source, links: Links
+    ) -> WriteResult:
+        """As ``write``. Rows of ``links.reuse`` are linked where that is possible.
+
+        Only called if ``Properties.reuses``.
+        """
+        raise NotImplementedError(f"{self.properties.name} links no files")
 
     @abstractmethod
     def finish(self, root: Storage, manifest: Manifest) -> Finished:

@@ -45,7 +45,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from uuid import uuid4
 
 from megackpt import events, limits
-from megackpt.backends.base import Backend, Finished, Source
+from megackpt.backends.base import Backend, Finished, Links, Source
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import Marker, active, logger
@@ -53,6 +53,7 @@ from megackpt.checkpoint.object_target import ObjectTarget
 from megackpt.checkpoint.opening import (
     Directory,
     absolute,
+    open_same,
     shortfalls,
     still_short,
 )
@@ -73,6 +74,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
+from megackpt.planning.unchanged import Reuse
 from megackpt.staging.buffers import HostCopy
 from megackpt.storage import Storage, digest, direct_where_faster, is_url
 
@@ -480,6 +482,7 @@ class Writing:
     backend: Backend
     plan: SavePlan
     source: CheckedSource
+    reuse: Reuse | None = None
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
         counted = CountedSource(self.source, advance)
@@ -495,9 +498,28 @@ class Writing:
             choice as direct,
             staging_storage(self.directory, self.save_id, moved, direct) as root,
         ):
-            written = self.backend.write(root, self.plan, counted)
+            if self.reuse is None:
+                written = self.backend.write(root, self.plan, counted)
+            else:
+                written = self._write_linking(root, counted, self.reuse)
             self.source.check()
             return written
+
+    def _write_linking(self, root: Storage, data: Source, reuse: Reuse) -> WriteResult:
+        links = Links(reuse, None)
+        before = reuse.before
+        if is_url(self.directory):
+            links.refused.append(f"{self.directory} has no hard links")
+        elif before is not None and reuse.rows.any():
+            try:
+                directory, save_id = before.directory, before.save_id
+                source = open_same(directory, save_id, moved=root.moved)
+                links = Links(reuse, source)
+            except (CheckpointingException, FileNotFoundError) as error:
+                links.refused.append(str(error))
+        written = self.backend.write_linking(root, self.plan, data, links)
+        refused = next(iter(links.refused), "")
+        return replace(written, linked=sum(links.linked), refused=refused)
 
 
 def remove(directory: Directory) -> None:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -57,7 +58,7 @@ from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor, root_at
-from megackpt.strategies import StrategyLike
+from megackpt.strategies import Strategy, StrategyLike, as_strategy
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -171,6 +172,9 @@ class CheckpointManager(SaveDecisions):
         self._in_flight: set[int] = set()
         # The step to restore is not removed while the saves before it are committed.
         self._removes = True
+        self._reuses = as_strategy(strategy).reuse_unchanged
+        # The first save links files of the step that was restored.
+        self._restored: str | None = None
 
     @property
     def failed_saves(self) -> int:
@@ -266,7 +270,7 @@ class CheckpointManager(SaveDecisions):
             request = save(
                 state,
                 path,
-                self._strategy,
+                self._reusing(stateful) if self._reuses else self._strategy,
                 async_sharded_save=asynchronous,
                 process_group=self._process_group,
                 timeout=self._timeout,
@@ -483,6 +487,8 @@ class CheckpointManager(SaveDecisions):
         declared = stateful.declare_to_load(sharded_state_dict, key_map)
         found = self._restorer.restore(declared, step, options, finite)
         if found is not None:
+            if found.source == "storage":
+                self._restored = self.path(found.step)
             # With a strictness of RETURN_* the state is the first of three.
             whole = found.state
             state = whole[0] if isinstance(whole, tuple) else whole
@@ -534,6 +540,14 @@ class CheckpointManager(SaveDecisions):
         if abort and self._queue.get_num_unfinalized_calls():
             self._queue.end(error)
         self.close(abort)
+
+    def _reusing(self, stateful: StatefulObjects) -> Strategy:
+        strategy = copy(as_strategy(self._strategy))
+        vars(strategy).update(
+            frozen={*strategy.frozen, *stateful.frozen_keys()},
+            reuse_from=strategy.reuse_from or self._restored,
+        )
+        return strategy
 
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)

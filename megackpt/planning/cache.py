@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan
+from megackpt.planning.unchanged import StepBefore
 
 
 @lru_cache(maxsize=2)  # of declarations that are reused
@@ -74,6 +75,7 @@ class PlanCache:
     size: int = 4
     _plans: OrderedDict[int, CachedPlan] = field(default_factory=OrderedDict)
     _saves: Counter[int | None] = field(default_factory=Counter)
+    steps: OrderedDict[int, StepBefore] = field(default_factory=OrderedDict)
 
     def turn(self, fingerprint: int | None) -> int:
         """How many saves of these declarations have started before, for audits that take turns."""
@@ -92,6 +94,19 @@ class PlanCache:
         self._plans.move_to_end(fingerprint)
         if len(self._plans) > self.size:
             self._plans.popitem(last=False)
+
+    def note(self, key: int, step: StepBefore) -> None:
+        """Keep the step that the next save may link. ``key``: see ``step_key``."""
+        self.steps[key] = step
+        self.steps.move_to_end(key)
+        if len(self.steps) > self.size:
+            self.steps.popitem(last=False)
+
+
+def step_key(fingerprint: int | None, plan: SavePlan) -> int:
+    """A number that changes with the declarations of a rank, and with the rows that it writes."""
+    columns = plan.tensor, plan.boxes.offset, plan.boxes.shape
+    return hash((fingerprint, *[column.tobytes() for column in columns]))
 
 
 _caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()

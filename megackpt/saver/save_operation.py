@@ -22,7 +22,7 @@ from megackpt import events
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import plan_for_backend
-from megackpt.checkpoint import SaveSession, Writing
+from megackpt.checkpoint import SaveSession, Writing, absolute, open_checkpoint
 from megackpt.checkpoint.transaction import CheckedSource
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
@@ -42,7 +42,7 @@ from megackpt.errors import (
     join_truncated,
     name_ranks,
 )
-from megackpt.planning.cache import CachedPlan, cache_of
+from megackpt.planning.cache import CachedPlan, cache_of, step_key
 from megackpt.planning.manifest import (
     Declarations,
     Manifest,
@@ -50,6 +50,7 @@ from megackpt.planning.manifest import (
     ShardId,
     WriteResult,
 )
+from megackpt.planning.unchanged import UNCHANGED, Reuse, StepBefore, steps_before
 from megackpt.saver.audit import (
     AllReplicas,
     Blocks,
@@ -79,6 +80,7 @@ _NO_PLAN = -(2**63) + 1
 _ABSTAINS = 2**63 - 1
 """It is never the lowest."""
 _named_classes: set[str] = set()  # classes to trust that a warning has named
+_named_refusals: set[str] = set()  # of links, that a warning has named
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,7 @@ class RankPart:
     replicas: RankReplicas | None = None
     all_replicas: AllReplicas | None = None
     differed: bool = False
+    reuse: Reuse | None = None
 
     def between_audits(self, declared: Declarations) -> RankPart:
         """For a save that ``Strategy.audit_every`` leaves out: it compares small replicas."""
@@ -226,6 +229,11 @@ def save(
             request, part = make_plan(session, declared, started)
         if part.replicas is not None and not part.replicas.due(turn):
             part = part.between_audits(request.declared)
+        if request.reuse is not None:
+            key = step_key(request.fingerprint, part.plan)
+            before = cache_of(group.identity).steps.get(key)
+            compared = Reuse.of(part.plan, request.reuse.frozen, before)
+            part = replace(part, reuse=compared)
         session.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
@@ -282,6 +290,7 @@ class _RankReply:
     plan: SavePlan
     common: bytes | None
     replicas: RankReplicas | None = None
+    before: StepBefore | None = None
 
 
 def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
@@ -354,6 +363,8 @@ def begin(
         if cached and cached.manifest is not None:
             layout = request.backend.layout(session.group.size, cached.manifest)
             session.announce(layout.files)
+            if request.reuse is not None:
+                session.announce([UNCHANGED])
 
     return attempt(work) if session.group.is_coordinator else Attempt(None)
 
@@ -411,6 +422,9 @@ def make_plan(
             reply.save_id, plan, manifest, (reply.replicas, all_replicas), differs
         )
         cache_of(group.identity).put(request.fingerprint, held)
+    if reply.before is not None:
+        key = step_key(request.fingerprint, plan)
+        cache_of(group.identity).steps.setdefault(key, reply.before)
     part = RankPart(reply.save_id, plan, manifest, reply.replicas, all_replicas)
     return request, part
 
@@ -431,18 +445,44 @@ def _plan_for_all(
         request.policy,
         request.checked,
     )
-    session.announce(request.backend.layout(len(parts), manifest).files)
+    layout = request.backend.layout(len(parts), manifest)
+    session.announce(layout.files)
+    steps: Sequence[StepBefore | None] = [None] * len(parts)
+    if request.reuse is not None:
+        session.announce([UNCHANGED])
+        if request.reuse.reuse_from is not None:
+            steps = _read_step(session, request, request.reuse.reuse_from, plans)
     save_id = session.begun.save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
     replies = []
-    for plan, part, own in zip(plans, parts, replicas, strict=True):
+    for plan, part, own, step in zip(plans, parts, replicas, steps, strict=True):
         differs = part.common != parts[0].common
         # The table of tensors stays here: each rank has its own.
         sent = replace(plan, tensors=())
-        replies.append(_RankReply(save_id, sent, view if differs else None, own))
+        replies.append(_RankReply(save_id, sent, view if differs else None, own, step))
     return request.with_groups(groups), manifest, replies
+
+
+def _read_step(
+    session: SaveSession,
+    request: SaveRequest,
+    directory: str | os.PathLike[str],
+    plans: Sequence[SavePlan],
+) -> Sequence[StepBefore | None]:
+    """What the checkpoint of ``Strategy.reuse_from`` has of the rows of each rank."""
+    try:
+        opened = session.call("begin", open_checkpoint, directory, moved=session.alive)
+    except CheckpointingException as error:
+        logger.warning("%s: everything is written: %s", request.directory, error)
+        return [None] * len(plans)
+    properties = request.backend.properties
+    stored = opened.manifest
+    is_alike = stored.backend == (properties.name, properties.version)
+    if not is_alike or stored.encoding != properties.encoding:
+        return [None] * len(plans)
+    return steps_before(absolute(directory), stored, plans)
 
 
 def _check_same(difference: str, values: Sequence[str]) -> None:
@@ -534,7 +574,12 @@ def _write_task(
     writing: Callable[[Callable[[int], None]], WriteResult] = _not_ready
     if source.error is None:
         writing = Writing(
-            directory, part.save_id, request.backend, part.plan, source.get()
+            directory,
+            part.save_id,
+            request.backend,
+            part.plan,
+            source.get(),
+            part.reuse,
         )
     task: Task[WriteResult] = Task(
         writing,
@@ -547,7 +592,7 @@ def _write_task(
 
     def end(outcome: Attempt[WriteResult]) -> None:
         if outcome.value is not None:
-            stage.done = int(outcome.value.length.sum())
+            stage.done = int(outcome.value.length.sum()) - outcome.value.linked
         events.finish(stage, outcome.error)
 
     task.on_end(end)
@@ -586,6 +631,13 @@ def _commit(
         written, digests, values = zip(*results, strict=True)
         planned = cast(Manifest, part.manifest)
         manifest = planned.located(written)
+        for refused in {result.refused for result in written} - _named_refusals - {""}:
+            _named_refusals.add(refused)
+            logger.warning(
+                "%s: unchanged tensors are written again: %s",
+                request.directory,
+                refused,
+            )
         if any(values):
             manifest = replace(manifest, values=merge(planned, values))
             text = manifest.nonfinite()
@@ -616,6 +668,10 @@ def _commit(
         differing = reply
         reply = session.group.reduce_broadcast("audit", blocks, conclude)
     session.finish(reply)
+    if part.reuse is not None:
+        step = part.reuse.after(request.directory, part.save_id, task.get())
+        key = step_key(request.fingerprint, part.plan)
+        cache_of(session.group.identity).note(key, step)
 
 
 def _not_ready(_: Callable[[int], None]) -> WriteResult:

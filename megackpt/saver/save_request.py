@@ -37,7 +37,7 @@ from megackpt.state import (
     object_groups,
     pickled,
 )
-from megackpt.strategies import CheckValues, StrategyLike, resolve
+from megackpt.strategies import CheckValues, Strategy, StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.saver")
 
@@ -70,6 +70,7 @@ class SaveRequest:
         groups: the parameter groups of optimizers, by name or position.
         objects: row of an object -> the rows that share its blob.
         blobs: row -> blob of an object that has been pickled for the check already.
+        reuse: the strategy, if it has ``reuse_unchanged``.
         untrusted: for each class that a load has to be given in ``trusted``, a text.
     """
 
@@ -92,6 +93,7 @@ class SaveRequest:
     objects: Mapping[int, Sequence[int]]
     blobs: dict[int, bytes]
     untrusted: list[str]
+    reuse: Strategy | None = None
 
     @classmethod
     def of(
@@ -138,6 +140,10 @@ class SaveRequest:
         )
         policy = SavePolicy(balance=resolved.balance)
         named = f"{backend.properties.name} {backend.properties.version}"
+        reuse = None
+        if resolved.reuse_unchanged:
+            named += " with reuse_unchanged"
+            reuse = resolved
         audit = AuditPolicy(
             resolved.audit,
             resolved.audit_every,
@@ -177,6 +183,7 @@ class SaveRequest:
             objects=object_groups(extracted.shards),
             blobs={},
             untrusted=[],
+            reuse=reuse,
         )
         made._pickle_objects()
         return made

@@ -188,6 +188,21 @@ class _Open:
         except OSError as error:
             os.close(folder)
             raise failure(self._refusal, path, error) from error
+        if not self._flags & os.O_EXCL and os.fstat(self._fd).st_nlink > 1:
+            self._unshare()
+
+    def _unshare(self) -> None:
+        """Continue with a copy of a file that other checkpoints have, too."""
+        temporary = f"{self._path}{TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            copy_file(self._path, temporary)
+            os.rename(temporary, self._path)
+            os.fsync(self._folder)
+            os.close(self._fd)
+            self._fd = create(self._name, self._folder, self._flags)
+        except OSError as error:
+            self._release()
+            raise failure("copy", self._path, error) from error
 
     def close(self) -> None:
         if self._fd < 0:

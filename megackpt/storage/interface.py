@@ -248,6 +248,14 @@ class Storage(ABC):
         """
         return self
 
+    def link(self, source: Storage, name: str, to: str, nbytes: int) -> str:  # noqa: ARG002
+        """Make ``to`` another name of a file of another storage, durably.
+
+        The file has at least ``nbytes``. Nobody may write through a name: ``update`` makes a copy
+        first. Return why the file is not linked; empty if it is.
+        """
+        return f"{self.location} has no hard links"
+
     @abstractmethod
     def put(self, name: str, data: bytes) -> None:
         """Write a small file durably and atomically, replacing one of that name."""
