@@ -28,6 +28,7 @@ from megackpt import limits
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
+    Bool,
     Declarations,
     LoadPlan,
     Location,
@@ -39,8 +40,8 @@ from megackpt.planning.manifest import (
     table_of,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.planning.unchanged import Reuse
-from megackpt.storage import Storage
+from megackpt.planning.unchanged import StepBefore
+from megackpt.storage import Batch, Storage
 
 CONFIG = "metadata.json"
 """The file that names the format of a checkpoint, in Megatron's layout."""
@@ -199,43 +200,47 @@ class Links:
     """The rows that a save compares with an earlier checkpoint, and the files that it links.
 
     Attributes:
-        reuse: the rows, and what the earlier checkpoint has of them.
+        rows: for each row of the plan whether it is compared.
+        before: what the earlier checkpoint has.
         source: its files; None if it cannot be opened.
+        is_raw: whether the chunks are stored as they are.
         refused: why files could not be linked.
-        linked: bytes of the rows in the files that were linked.
+        linked: the rows in the files that were linked.
     """
 
-    reuse: Reuse
+    rows: Bool
+    before: StepBefore | None
     source: Storage | None
+    is_raw: bool
     refused: list[str] = field(default_factory=list)
     linked: list[int] = field(default_factory=list)
 
     def link(
         self,
-        root: Storage,
+        batch: Batch,
         to: str,
         rows: Sequence[int],
         digests: Callable[[int], bytes],
-    ) -> bool:
-        """Whether ``to`` is a link now, because all rows of its file have their former digests.
+    ) -> StepBefore | None:
+        """The step before, if ``to`` is a link now: all rows of its file have their former digests.
 
         ``digests`` of a row are the digests that writing it would give.
         """
-        before = self.reuse.before
+        before = self.before
         if before is None or self.source is None:
-            return False
-        if any(digests(row) != before.digests(row) for row in rows):
-            return False
-        written = before.written
+            return None
         chunks = before.bounds[rows]
+        if any(digests(row) != before.digests(row) for row in rows):
+            return None
+        written = before.written
         name = written.files[written.file[chunks[0]]]
-        end = (written.start + written.length)[chunks].max()
-        reason = root.link(self.source, name, to, int(end))
-        if reason:
-            self.refused.append(reason)
-        else:
-            self.linked.append(int(written.length[chunks].sum()))
-        return not reason
+        end = int((written.start + written.length)[chunks].max())
+        refused = batch.link(self.source, name, to, end * self.is_raw)
+        if refused:
+            self.refused.append(refused)
+            return None
+        self.linked.extend(rows)
+        return before
 
 
 WrittenRow = tuple[Location, bytes]
@@ -282,7 +287,7 @@ class Backend(ABC):
     def write_linking(
         self, root: Storage, plan: SavePlan, data: Source, links: Links
     ) -> WriteResult:
-        """As ``write``. Rows of ``links.reuse`` are linked where that is possible.
+        """As ``write``. Files of ``links.rows`` are linked where that is possible.
 
         Only called if ``Properties.reuses``.
         """

@@ -27,6 +27,7 @@ from megackpt.checkpoint.opening import (
     absolute,
     as_read_by,
     find_storage,
+    shared_bytes,
     shortfalls,
 )
 from megackpt.checkpoint.ownership import find_format
@@ -127,6 +128,8 @@ class Step:
     """The ``metrics`` given to the manager's ``save``, and its ``metric`` by this name."""
     seconds: float | None = None
     """How long the save took up to its commit; None if the checkpoint does not record it."""
+    shared: int = 0
+    """Bytes of the files that other checkpoints have, too: see ``Strategy.reuse_unchanged``."""
 
     def __repr__(self) -> str:
         state = self.reason or "complete"
@@ -489,6 +492,8 @@ def _with_sizes(step: Step, storage: Storage | None, compares: bool) -> Step:
                 step = replace(
                     step, bytes=total, files=count, saved=saved, seconds=seconds
                 )
+                if compares:
+                    step = replace(step, shared=shared_bytes(storage, manifest))
                 short = compares and shortfalls(storage, manifest)
                 if short:
                     step = replace(step, complete=False, reason=str(short[0]))

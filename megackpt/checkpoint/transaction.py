@@ -53,6 +53,7 @@ from megackpt.checkpoint.object_target import ObjectTarget
 from megackpt.checkpoint.opening import (
     Directory,
     absolute,
+    open_checkpoint,
     open_same,
     shortfalls,
     still_short,
@@ -74,7 +75,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
-from megackpt.planning.unchanged import Reuse
+from megackpt.planning.unchanged import Reuse, StepBefore
 from megackpt.staging.buffers import HostCopy
 from megackpt.storage import Storage, digest, direct_where_faster, is_url
 
@@ -501,25 +502,32 @@ class Writing:
             if self.reuse is None:
                 written = self.backend.write(root, self.plan, counted)
             else:
-                written = self._write_linking(root, counted, self.reuse)
+                links = self._links(self.reuse, moved)
+                written = self.backend.write_linking(root, self.plan, counted, links)
+                linked, refused = tuple(links.linked), next(iter(links.refused), "")
+                written = replace(written, linked=linked, refused=refused)
             self.source.check()
             return written
 
-    def _write_linking(self, root: Storage, data: Source, reuse: Reuse) -> WriteResult:
-        links = Links(reuse, None)
-        before = reuse.before
-        if is_url(self.directory):
-            links.refused.append(f"{self.directory} has no hard links")
-        elif before is not None and reuse.rows.any():
-            try:
-                directory, save_id = before.directory, before.save_id
-                source = open_same(directory, save_id, moved=root.moved)
-                links = Links(reuse, source)
-            except (CheckpointingException, FileNotFoundError) as error:
-                links.refused.append(str(error))
-        written = self.backend.write_linking(root, self.plan, data, links)
-        refused = next(iter(links.refused), "")
-        return replace(written, linked=sum(links.linked), refused=refused)
+    def _links(self, reuse: Reuse, moved: Callable[[], object]) -> Links:
+        """The files of the step before. They cannot be linked if it was removed or replaced."""
+        before: StepBefore | None = None
+        source: Storage | None = None
+        refused = []
+        properties = self.backend.properties
+        try:
+            if reuse.steps:
+                before = reuse.steps[0]
+                source = open_same(before.directory, before.save_id, moved=moved)
+            elif reuse.directory is not None:
+                opened = open_checkpoint(reuse.directory, moved=moved)
+                source = opened.storage
+                kind = properties.name, properties.version
+                before = StepBefore.of("", opened.manifest, self.plan, kind)
+        except (CheckpointingException, FileNotFoundError) as error:
+            refused.append(str(error))
+        rows = reuse.rows(self.plan, before)
+        return Links(rows, before, source, properties.encoding == "raw", refused)
 
 
 def remove(directory: Directory) -> None:

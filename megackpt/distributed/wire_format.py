@@ -47,7 +47,6 @@ megackpt.planning.box Box Boxes _received
 megackpt.planning.exchange_plan ExchangePlan Transfers
 megackpt.planning.manifest Chunks Location Manifest SavePlan TensorValues WriteResult
 megackpt.planning.manifest.declarations Declarations ShardId TensorEntry TensorMeta
-megackpt.planning.unchanged StepBefore
 megackpt.saver.audit AuditPolicy RankReplicas
 megackpt.saver.save_operation _RankReply _RankRequest
 megackpt.distributed.wire_format _torch_value

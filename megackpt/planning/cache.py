@@ -50,7 +50,7 @@ class CachedPlan:
 
     ``first_id`` is the id of the save that made it, the same on all ranks. Only the coordinator has
     ``manifest``. ``audit`` is the rank's and rank 0's part of the saver's audit. ``differed``: the
-    common state of this rank differed from rank 0's in that round.
+    common state of this rank differed from rank 0's in that round. ``steps``: see ``Reuse``.
     """
 
     first_id: str
@@ -59,6 +59,7 @@ class CachedPlan:
     audit: tuple[Any, Any] = (None, None)
     differed: bool = False
     _uses: Iterator[int] = field(default_factory=count)
+    steps: list[StepBefore] = field(default_factory=list)
 
     def next_save_id(self) -> str:
         """The id (hex) of one more save with this plan, unique also among threads.
@@ -75,7 +76,6 @@ class PlanCache:
     size: int = 4
     _plans: OrderedDict[int, CachedPlan] = field(default_factory=OrderedDict)
     _saves: Counter[int | None] = field(default_factory=Counter)
-    steps: OrderedDict[int, StepBefore] = field(default_factory=OrderedDict)
 
     def turn(self, fingerprint: int | None) -> int:
         """How many saves of these declarations have started before, for audits that take turns."""
@@ -94,19 +94,6 @@ class PlanCache:
         self._plans.move_to_end(fingerprint)
         if len(self._plans) > self.size:
             self._plans.popitem(last=False)
-
-    def note(self, key: int, step: StepBefore) -> None:
-        """Keep the step that the next save may link. ``key``: see ``step_key``."""
-        self.steps[key] = step
-        self.steps.move_to_end(key)
-        if len(self.steps) > self.size:
-            self.steps.popitem(last=False)
-
-
-def step_key(fingerprint: int | None, plan: SavePlan) -> int:
-    """A number that changes with the declarations of a rank, and with the rows that it writes."""
-    columns = plan.tensor, plan.boxes.offset, plan.boxes.shape
-    return hash((fingerprint, *[column.tobytes() for column in columns]))
 
 
 _caches: WeakKeyDictionary[Hashable, PlanCache] = WeakKeyDictionary()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +20,9 @@ from megackpt.planning.manifest import (
 )
 
 UNCHANGED = "unchanged"
-"""The folder of files that hold only such rows, in formats that put many rows into a file."""
+"""The folder of files with only such rows, in the format that puts many rows into a file."""
 
-_EQUAL, _DIFFERS, _UNKNOWN = 1, 0, -1
+_EQUAL, _UNKNOWN = 1, -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +41,39 @@ class StepBefore:
     written: WriteResult
     equal: NDArray[np.int8]
 
+    @classmethod
+    def of(
+        cls, directory: str, stored: Manifest, plan: SavePlan, format: tuple[str, int]
+    ) -> StepBefore:
+        """What any checkpoint has. Only files of unchanged rows count, if the plan has them all."""
+        row_of = {}
+        if stored.backend == format:
+            row_of = {
+                (item.shard.key, item.meta, item.shard.box): row
+                for row, item in enumerate(plan.rows())
+            }
+        chunks = stored.chunks
+        row = np.full(len(chunks), -1, np.int64)
+        for chunk, number in enumerate(chunks.tensor.tolist()):
+            key, meta = stored.tensors[number]
+            box = chunks.boxes.row(chunk, len(meta.shape))
+            row[chunk] = row_of.get((key, meta, box), -1)
+        named = [name.startswith(f"{UNCHANGED}/__") for name in stored.files]
+        ours = np.array(named, np.bool_)
+        ours[chunks.file[row < 0]] = False
+        row[~ours[chunks.file]] = -1
+        held = np.argsort(row, kind="stable")[np.count_nonzero(row < 0) :]
+        part = chunks.take(held)
+        place = part.file, part.start, part.length, part.digests
+        written = WriteResult(row[held], part.boxes, stored.files, *place)
+        equal = np.full(len(plan), _UNKNOWN, np.int8)
+        equal[row[held]] = _EQUAL
+        return cls(directory, stored.save_id, written, equal)
+
     @cached_property
     def bounds(self) -> Int64:
         """Row i has the chunks ``bounds[i]:bounds[i + 1]`` of ``written``."""
-        rows = np.arange(len(self.equal) + 1)
-        return np.searchsorted(self.written.item, rows)
+        return np.searchsorted(self.written.item, np.arange(len(self.equal) + 1))
 
     @cached_property
     def _block_bounds(self) -> Int64:
@@ -59,70 +88,31 @@ class StepBefore:
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
-    """The ``rows`` of a plan that get files of their own, and are compared with ``before``."""
+    """The part of a rank in a save with ``Strategy.reuse_unchanged``.
 
-    before: StepBefore | None
-    rows: Bool
+    ``steps`` has the step before, when one was saved with this plan. Otherwise it is the checkpoint
+    in ``directory``.
+    """
 
-    @classmethod
-    def of(
-        cls, plan: SavePlan, frozen: Collection[str], before: StepBefore | None
-    ) -> Reuse:
-        """The last two saves decide. Where they are not known, ``frozen`` keys are chosen."""
-        is_frozen = [entry.key in frozen for entry in plan.tensors]
+    frozen: Collection[str]
+    directory: Any
+    steps: list[StepBefore]
+
+    def rows(self, plan: SavePlan, before: StepBefore | None) -> Bool:
+        """The rows that are compared: the last two saves decide, or else the ``frozen`` keys."""
+        is_frozen = [entry.key in self.frozen for entry in plan.tensors]
         rows = np.array(is_frozen, np.bool_)[plan.tensor]
         if before is not None:
             rows = np.where(before.equal == _UNKNOWN, rows, before.equal == _EQUAL)
-        return cls(before, rows & (plan.lengths > 0))
+        return rows & (plan.lengths > 0)
 
-    def after(self, directory: str, save_id: str, written: WriteResult) -> StepBefore:
-        """The step before of the next save, once this save is committed."""
-        unknown = np.full(len(self.rows), _UNKNOWN, np.int8)
-        step = StepBefore(directory, save_id, written, unknown)
-        if self.before is not None:
-            for row in np.flatnonzero(np.diff(self.before.bounds)).tolist():
-                step.equal[row] = self.before.digests(row) == step.digests(row)
-        return step
-
-
-def steps_before(
-    directory: str, stored: Manifest, plans: Sequence[SavePlan]
-) -> list[StepBefore]:
-    """For each rank what a checkpoint has of the rows of its plan.
-
-    Only files count that a save may link: with rows of one rank, and in the folder of such files or
-    with one row.
-    """
-    chunks = stored.chunks
-    found = {}
-    for chunk, number in enumerate(chunks.tensor.tolist()):
-        entry = stored.tensors[number]
-        box = chunks.boxes.row(chunk, len(entry.meta.shape))
-        found[entry.key, entry.meta, box] = chunk
-    files = len(stored.files)
-    counts = np.bincount(chunks.file, minlength=files)
-    ours = np.array([f.startswith(f"{UNCHANGED}/") for f in stored.files], np.bool_)
-    steps = []
-    for plan in plans:
-        pairs = []
-        for row, item in enumerate(plan.rows()):
-            chunk = found.get((item.shard.key, item.meta, item.shard.box), -1)
-            if chunk >= 0:
-                pairs.append((row, chunk))
-        rows, held = np.array(pairs, np.int64).reshape(-1, 2).T
-        whole = counts == np.bincount(chunks.file[held], minlength=files)
-        kept = (whole & (ours | (counts == 1)))[chunks.file[held]]
-        part = chunks.take(held[kept])
-        written = WriteResult(
-            rows[kept],
-            part.boxes,
-            stored.files,
-            part.file,
-            part.start,
-            part.length,
-            part.digests,
-        )
-        equal = np.full(len(plan), _UNKNOWN, np.int8)
-        equal[rows[kept]] = _EQUAL
-        steps.append(StepBefore(directory, stored.save_id, written, equal))
-    return steps
+    def note(
+        self, directory: str, save_id: str, written: WriteResult, rows: int
+    ) -> None:
+        """This save is committed, and becomes the step before."""
+        step = StepBefore(directory, save_id, written, np.full(rows, _UNKNOWN, np.int8))
+        for old in self.steps:
+            for row in np.flatnonzero(np.diff(old.bounds)).tolist():
+                step.equal[row] = old.digests(row) == step.digests(row)
+        step.equal[list(written.linked)] = _EQUAL
+        self.steps[:] = [step]

@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import finalize
 
+import numpy as np
+
 from megackpt import events
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
 from megackpt.backends.base import plan_for_backend
-from megackpt.checkpoint import SaveSession, Writing, absolute, open_checkpoint
+from megackpt.checkpoint import SaveSession, Writing
 from megackpt.checkpoint.transaction import CheckedSource
 from megackpt.distributed import (
     DEFAULT_TIMEOUT,
@@ -42,7 +44,7 @@ from megackpt.errors import (
     join_truncated,
     name_ranks,
 )
-from megackpt.planning.cache import CachedPlan, cache_of, step_key
+from megackpt.planning.cache import CachedPlan, cache_of
 from megackpt.planning.manifest import (
     Declarations,
     Manifest,
@@ -50,7 +52,7 @@ from megackpt.planning.manifest import (
     ShardId,
     WriteResult,
 )
-from megackpt.planning.unchanged import UNCHANGED, Reuse, StepBefore, steps_before
+from megackpt.planning.unchanged import Reuse
 from megackpt.saver.audit import (
     AllReplicas,
     Blocks,
@@ -230,10 +232,9 @@ def save(
         if part.replicas is not None and not part.replicas.due(turn):
             part = part.between_audits(request.declared)
         if request.reuse is not None:
-            key = step_key(request.fingerprint, part.plan)
-            before = cache_of(group.identity).steps.get(key)
-            compared = Reuse.of(part.plan, request.reuse.frozen, before)
-            part = replace(part, reuse=compared)
+            held = cache_of(group.identity).get(request.fingerprint or 0)
+            steps = held.steps if held is not None else []
+            part = replace(part, reuse=replace(request.reuse, steps=steps))
         session.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
@@ -290,7 +291,6 @@ class _RankReply:
     plan: SavePlan
     common: bytes | None
     replicas: RankReplicas | None = None
-    before: StepBefore | None = None
 
 
 def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
@@ -362,9 +362,7 @@ def begin(
         session.begin(save_id, overwrite=request.overwrite, indexed=indexed)
         if cached and cached.manifest is not None:
             layout = request.backend.layout(session.group.size, cached.manifest)
-            session.announce(layout.files)
-            if request.reuse is not None:
-                session.announce([UNCHANGED])
+            session.announce([*layout.files, *request.folders])
 
     return attempt(work) if session.group.is_coordinator else Attempt(None)
 
@@ -422,9 +420,6 @@ def make_plan(
             reply.save_id, plan, manifest, (reply.replicas, all_replicas), differs
         )
         cache_of(group.identity).put(request.fingerprint, held)
-    if reply.before is not None:
-        key = step_key(request.fingerprint, plan)
-        cache_of(group.identity).steps.setdefault(key, reply.before)
     part = RankPart(reply.save_id, plan, manifest, reply.replicas, all_replicas)
     return request, part
 
@@ -446,43 +441,18 @@ def _plan_for_all(
         request.checked,
     )
     layout = request.backend.layout(len(parts), manifest)
-    session.announce(layout.files)
-    steps: Sequence[StepBefore | None] = [None] * len(parts)
-    if request.reuse is not None:
-        session.announce([UNCHANGED])
-        if request.reuse.reuse_from is not None:
-            steps = _read_step(session, request, request.reuse.reuse_from, plans)
+    session.announce([*layout.files, *request.folders])
     save_id = session.begun.save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)
     replies = []
-    for plan, part, own, step in zip(plans, parts, replicas, steps, strict=True):
+    for plan, part, own in zip(plans, parts, replicas, strict=True):
         differs = part.common != parts[0].common
         # The table of tensors stays here: each rank has its own.
         sent = replace(plan, tensors=())
-        replies.append(_RankReply(save_id, sent, view if differs else None, own, step))
+        replies.append(_RankReply(save_id, sent, view if differs else None, own))
     return request.with_groups(groups), manifest, replies
-
-
-def _read_step(
-    session: SaveSession,
-    request: SaveRequest,
-    directory: str | os.PathLike[str],
-    plans: Sequence[SavePlan],
-) -> Sequence[StepBefore | None]:
-    """What the checkpoint of ``Strategy.reuse_from`` has of the rows of each rank."""
-    try:
-        opened = session.call("begin", open_checkpoint, directory, moved=session.alive)
-    except CheckpointingException as error:
-        logger.warning("%s: everything is written: %s", request.directory, error)
-        return [None] * len(plans)
-    properties = request.backend.properties
-    stored = opened.manifest
-    is_alike = stored.backend == (properties.name, properties.version)
-    if not is_alike or stored.encoding != properties.encoding:
-        return [None] * len(plans)
-    return steps_before(absolute(directory), stored, plans)
 
 
 def _check_same(difference: str, values: Sequence[str]) -> None:
@@ -592,7 +562,9 @@ def _write_task(
 
     def end(outcome: Attempt[WriteResult]) -> None:
         if outcome.value is not None:
-            stage.done = int(outcome.value.length.sum()) - outcome.value.linked
+            written = outcome.value
+            is_linked = np.isin(written.item, written.linked)
+            stage.done = int(written.length[~is_linked].sum())
         events.finish(stage, outcome.error)
 
     task.on_end(end)
@@ -669,9 +641,8 @@ def _commit(
         reply = session.group.reduce_broadcast("audit", blocks, conclude)
     session.finish(reply)
     if part.reuse is not None:
-        step = part.reuse.after(request.directory, part.save_id, task.get())
-        key = step_key(request.fingerprint, part.plan)
-        cache_of(session.group.identity).note(key, step)
+        rows = len(part.plan)
+        part.reuse.note(request.directory, part.save_id, task.get(), rows)
 
 
 def _not_ready(_: Callable[[int], None]) -> WriteResult:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.errors import CorruptCheckpoint
 from megackpt.storage import kernel
 from megackpt.storage.files import (
     BELOW,
@@ -151,26 +151,6 @@ class LocalStorage(Storage):
         same = self.folder("", self.moved)
         same._links = True
         return same
-
-    def link(self, source: Storage, name: str, to: str, nbytes: int) -> str:
-        if not isinstance(source, LocalStorage) or (source.size(name) or 0) < nbytes:
-            return "a file of the step before is gone, or truncated"
-        with self._within("link", to, make=True) as (folder, new):
-            try:
-                with source._within("link", name) as (there, last):
-                    os.link(
-                        last,
-                        new,
-                        src_dir_fd=there,
-                        dst_dir_fd=folder,
-                        follow_symlinks=False,
-                    )
-            except (StorageError, FileNotFoundError) as error:
-                return getattr(error.__cause__ or error, "strerror", str(error))
-            with self.open(to) as reader:
-                reader.sync()
-            os.fsync(folder)
-        return ""
 
     def put(self, name: str, data: bytes) -> None:
         with self._within("write", name, make=True) as (folder, last):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import megackpt
-from megackpt import Strategy, events
+from megackpt import ShardedTensor, Strategy, events
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.checkpoint import remove
+from megackpt.errors import BackendError
+from megackpt.manager import CheckpointManager
 from megackpt.planning import cache
 from megackpt.saver import save_operation
+from megackpt.storage import root_at
 from megackpt.testing import ThreadedGroup
 
 REUSING = Strategy(reuse_unchanged=True)
@@ -223,3 +228,240 @@ def test_a_changed_tensor_breaks_its_file_alone(
     asked = {k: torch.zeros_like(v) for k, v in values.items()}
     dcp.load(asked, checkpoint_id=tmp_path / "3", no_dist=True)
     assert all(torch.equal(asked[k], v) for k, v in values.items())
+
+
+def test_another_process_links_the_checkpoint_that_is_named(
+    tmp_path: Path, written: list[int]
+) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    saved(tmp_path / "0", 0, strategy)
+    cache.forget()  # as a new process
+    named = Strategy(reuse_unchanged=True, reuse_from=tmp_path / "0")
+    for step in (1, 2):
+        saved(tmp_path / str(step), step, named)
+        check(tmp_path / str(step), step)
+    assert max(written[1:]) <= 0.21 * written[0]
+    assert names(tmp_path / "0")["unchanged/__0_0.distcp"] == 3
+
+
+@pytest.mark.parametrize("what", ["another layout", "another dtype", "another format"])
+def test_what_does_not_fit_is_written(
+    tmp_path: Path, written: list[int], what: str
+) -> None:
+    """Also where the bytes are equal: zeros of another dtype or shape."""
+    zeros = {"w": torch.zeros(64, 64, device="cpu"), "v": torch.ones(8, device="cpu")}
+    strategy = Strategy(reuse_unchanged=True, frozen=["w", "v"])
+    other = dict(zeros)
+    if what == "another layout":
+        other["w"] = zeros["w"].reshape(32, 128)
+    if what == "another dtype":
+        other["w"] = zeros["w"].to(torch.int32)
+    first = Strategy("zarr") if what == "another format" else strategy
+    megackpt.save(megackpt.sharded(other), tmp_path / "0", first)
+    cache.forget()
+    named = Strategy(reuse_unchanged=True, frozen=["w", "v"], reuse_from=tmp_path / "0")
+    megackpt.save(megackpt.sharded(dict(zeros)), tmp_path / "1", named)
+    assert not linked(tmp_path / "1")
+    asked = {k: torch.full_like(v, 7) for k, v in zeros.items()}
+    dcp.load(asked, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert all(torch.equal(asked[k], v) for k, v in zeros.items())
+
+
+def test_a_named_checkpoint_that_is_not_there_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = Strategy(reuse_unchanged=True, reuse_from=tmp_path / "none")
+    saved(tmp_path / "0", 0, named)
+    assert "none does not exist" in caplog.text
+    check(tmp_path / "0", 0)
+
+
+def test_a_truncated_file_of_the_step_before_is_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    saved(tmp_path / "0", 0, strategy)
+    os.truncate(tmp_path / "0" / "unchanged" / "__0_0.distcp", 1000)
+    saved(tmp_path / "1", 1, strategy)
+    assert "truncated" in caplog.text
+    check(tmp_path / "1", 1)
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    saved(tmp_path / "0", 0, strategy)
+    file = tmp_path / "0" / "unchanged" / "__0_0.distcp"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    saved(tmp_path / "1", 1, strategy)
+    assert (tmp_path / "elsewhere").stat().st_nlink == 1
+    check(tmp_path / "1", 1)
+
+
+def test_later_saves_change_neither_bytes_nor_mode(tmp_path: Path) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    saved(tmp_path / "0", 0, strategy)
+    kept = tmp_path / "0" / "unchanged" / "__0_0.distcp"
+    kept.chmod(0o444)
+    content, mode = kept.read_bytes(), kept.stat().st_mode
+    (tmp_path / "1").mkdir(mode=0o700)
+    for step in range(1, 5):
+        saved(
+            tmp_path / "1", step, strategy
+        )  # replaces itself, with its mode and owner
+    other = megackpt.sharded({k: v * 2 for k, v in tensors(0).items()})
+    megackpt.save({**other, "step": 5}, tmp_path / "1", strategy)
+    megackpt.save({**other, "step": 5}, tmp_path / "1", Strategy("safetensors"))
+    remove(tmp_path / "1")
+    assert (kept.read_bytes(), kept.stat().st_mode) == (content, mode)
+    assert kept.stat().st_nlink == 1
+    check(tmp_path / "0", 0)
+
+
+def test_no_file_with_two_names_is_written_in_place(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"bytes")
+    os.link(tmp_path / "one", tmp_path / "two")
+    with pytest.raises(megackpt.StorageError, match="other checkpoints have the file"):
+        root_at(tmp_path).update("two")
+    assert (tmp_path / "one").read_bytes() == b"bytes"
+
+
+def test_damage_is_named_in_every_step_that_shares_it(tmp_path: Path) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    for step in range(3):
+        saved(tmp_path / str(step), step, strategy)
+    file = tmp_path / "1" / "unchanged" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 + 5000] ^= 1
+    file.write_bytes(data)  # in place, as a bad sector
+    for step in range(3):
+        (problem,) = megackpt.verify(tmp_path / str(step)).problems
+        assert "tower." in problem
+
+
+def ranks_save(directory: Path, step: int, strategies: list[Strategy]) -> list[Any]:
+    """Two ranks, with replicas of the tower and with halves of the head."""
+
+    def work(group: ThreadedGroup) -> None:
+        named = tensors(step)
+        state: dict[str, Any] = {"step": step}
+        for key, value in named.items():
+            if key in TOWER:
+                state[key] = ShardedTensor.from_rank_offsets(
+                    key, value, replica_id=group.rank
+                )
+            else:
+                half = value[32 * group.rank : 32 * group.rank + 32].contiguous()
+                state[key] = ShardedTensor.from_rank_offsets(
+                    key, half, (0, group.rank, 2)
+                )
+        megackpt.save(state, directory, strategies[group.rank], process_group=group)
+
+    return ThreadedGroup.run(2, work)
+
+
+def test_ranks_link_their_files(tmp_path: Path) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    ranks_save(tmp_path / "0", 0, [strategy] * 2)
+    named = Strategy(reuse_unchanged=True, reuse_from=tmp_path / "0")
+    ranks_save(tmp_path / "1", 1, [named] * 2)
+    assert linked(tmp_path / "1") == [
+        "unchanged/__0_0.distcp",
+        "unchanged/__1_0.distcp",
+    ]
+    remove(tmp_path / "0")
+    check(tmp_path / "1", 1)
+    # One process has the shards of both ranks, so it links the files of both.
+    saved(tmp_path / "2", 2, Strategy(reuse_unchanged=True, reuse_from=tmp_path / "1"))
+    assert linked(tmp_path / "2") == [
+        "unchanged/__0_0.distcp",
+        "unchanged/__0_1.distcp",
+    ]
+    check(tmp_path / "2", 2)
+
+
+def test_all_ranks_must_have_the_option(tmp_path: Path) -> None:
+    with pytest.raises(megackpt.ShardingError, match="with reuse_unchanged"):
+        ranks_save(tmp_path / "0", 0, [REUSING, Strategy()])
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="cannot reuse unchanged tensors"):
+        saved(tmp_path, 0, Strategy("safetensors", reuse_unchanged=True))
+    with pytest.raises(BackendError, match="no effect without reuse_unchanged"):
+        Strategy(frozen=["w"])
+    with pytest.raises(BackendError, match="collection of keys"):
+        Strategy(reuse_unchanged=True, frozen="w")
+
+
+def test_a_foreign_entry_of_the_name_is_left_alone(tmp_path: Path) -> None:
+    saved(tmp_path / "0", 0, Strategy())
+    (tmp_path / "0" / "unchanged").mkdir()
+    (tmp_path / "0" / "unchanged" / "notes").write_text("mine")
+    with pytest.raises(megackpt.StorageError, match="unchanged"):
+        saved(tmp_path / "0", 1)
+    assert (tmp_path / "0" / "unchanged" / "notes").read_text() == "mine"
+    check(tmp_path / "0", 0)
+
+
+def random_orders(folder: Path, seed: int) -> None:
+    """Saves, removals and retention in a random order: every step that is left is whole."""
+    dice = random.Random(seed)
+    cache.forget()
+    values = {
+        f"w.{i}": torch.full((40 + i, 64), float(i), device="cpu") for i in range(6)
+    }
+    kept: dict[int, dict[str, torch.Tensor]] = {}
+    frozen = dice.sample(sorted(values), dice.randrange(7))
+    last = None
+    for step in range(12):
+        for key in dice.sample(sorted(values), dice.choice((0, 1, 1, 2))):
+            values[key] = values[key] + 1
+        if dice.random() < 0.1:
+            cache.forget()
+        strategy = Strategy(
+            reuse_unchanged=dice.random() < 0.9,
+            options={"files_per_rank": dice.choice((1, 1, 1, 2))},
+        )
+        if strategy.reuse_unchanged:
+            strategy = replace(strategy, frozen=frozen, reuse_from=last)
+        number = step if dice.random() < 0.8 or not kept else dice.choice(sorted(kept))
+        state = megackpt.sharded({k: v.clone() for k, v in values.items()})
+        with CheckpointManager(
+            folder, strategy, keep_last=dice.choice((None, 2, 4)), naming="plain"
+        ) as manager:
+            manager.save(number, state)
+        kept[number] = dict(values)
+        last = folder / str(number)
+        if dice.random() < 0.3:
+            remove(folder / str(dice.choice([s.step for s in manager.steps()])))
+        steps = manager.steps()
+        if step < 11:
+            steps = tuple(dice.sample(steps, min(len(steps), 2)))
+        for found in steps:
+            assert found.complete
+            assert found.step is not None
+            asked = {k: torch.zeros_like(v) for k, v in values.items()}
+            dcp.load(asked, checkpoint_id=folder / found.name, no_dist=True)
+            expected = kept[found.step]
+            assert all(torch.equal(asked[k], v) for k, v in expected.items()), seed
+            assert not megackpt.verify(folder / found.name).problems, seed
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+@pytest.mark.usefixtures("without_fsync")
+@pytest.mark.parametrize("seed", range(10))
+def test_random_orders_of_saves_and_removals(tmp_path: Path, seed: int) -> None:
+    random_orders(tmp_path, seed)
+
+
+@pytest.mark.usefixtures("without_fsync")
+@pytest.mark.campaign
+def test_many_random_orders(tmp_path: Path, note: Callable[..., None]) -> None:
+    for seed in range(100, 300):
+        random_orders(tmp_path / str(seed), seed)
+    note(("random orders of saves and removals", "wrong steps"), 200, 0)

@@ -107,11 +107,10 @@ class TorchDist(Backend):
     def write_linking(
         self, root: Storage, plan: SavePlan, data: Source, links: Links
     ) -> WriteResult:
-        own = np.flatnonzero(links.reuse.rows)
-        files = distribute(plan, self.files_per_rank, self.separation_hint, {*own})
-        parts = [*files, *unchanged_files(plan, links.reuse)]
-        threads = self.files_per_rank + 1
-        return write_files(root, plan, data, parts, links, threads)
+        compared = set(np.flatnonzero(links.rows).tolist())
+        files = distribute(plan, self.files_per_rank, self.separation_hint, compared)
+        parts = [*files, *unchanged_files(plan, links)]
+        return write_files(root, plan, data, parts, self.files_per_rank + 1)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002
         if not self.torch_metadata:

@@ -25,7 +25,7 @@ from megackpt.planning.manifest import (
     digest_rows,
     table_of,
 )
-from megackpt.planning.unchanged import UNCHANGED, Reuse
+from megackpt.planning.unchanged import UNCHANGED
 from megackpt.serialization.archive import ALIGNMENT
 from megackpt.storage import FileWriter, Storage, digest, digest_blocks
 
@@ -47,8 +47,8 @@ class FilePart:
 
     name: str
     rows: list[int]
-    is_known: bool = False
-    """The step before has a file with exactly these rows."""
+    links: Links | None = None
+    """The step before may have a file with exactly these rows."""
 
 
 class WrittenRecord(NamedTuple):
@@ -99,29 +99,29 @@ def distribute(
     return parts
 
 
-def unchanged_files(plan: SavePlan, reuse: Reuse) -> list[FilePart]:
-    """Distribute the rows of ``reuse`` over files of at most UNCHANGED_BYTES, or of one row.
+def unchanged_files(plan: SavePlan, links: Links) -> list[FilePart]:
+    """Distribute the rows of ``links`` over files of at most UNCHANGED_BYTES, or of one row.
 
     A file of the step before keeps its rows if all of them are still such rows. The other rows are
     distributed anew, so that the change of one row costs no other file.
     """
-    groups: list[tuple[bool, list[int]]] = []
-    free = reuse.rows.copy()
-    if reuse.before is not None:
-        written = reuse.before.written
+    groups: list[tuple[Links | None, list[int]]] = []
+    free = links.rows.copy()
+    if links.before is not None:
+        written = links.before.written
         files = group(written.file)
         for rows in map(files.rows, range(len(files))):
             name = written.files[written.file[rows[0]]]
             held = written.item[rows]
             if name.startswith(f"{UNCHANGED}/") and free[held].all():
-                groups.append((True, held.tolist()))
+                groups.append((links, held.tolist()))
                 free[held] = False
     lengths = plan.lengths
     filled = UNCHANGED_BYTES
     for row in np.flatnonzero(free).tolist():
         filled += int(lengths[row])
         if filled > UNCHANGED_BYTES:
-            groups.append((False, []))
+            groups.append((None, []))
             filled = int(lengths[row])
         groups[-1][1].append(row)
     return [
@@ -158,18 +158,15 @@ def write_files(
     plan: SavePlan,
     data: Source,
     parts: list[FilePart],
-    links: Links | None = None,
-    threads: int = 1,
+    threads: int = 0,
 ) -> WriteResult:
-    """Write all files, durably: one thread each, or with ``links`` in this many threads."""
-    if links is None:
-        threads = max(len(parts), 1)
-    with ThreadPoolExecutor(threads, "megackpt-write") as pool:
+    """Write all files, durably, in this many threads, or one thread each."""
+    with ThreadPoolExecutor(threads or max(len(parts), 1), "megackpt-write") as pool:
         lengths = plan.lengths
         jobs = []
         for part in parts:
             nbytes = lengths[part.rows]
-            jobs.append(pool.submit(_write_file, root, part, nbytes, plan, data, links))
+            jobs.append(pool.submit(_write_file, root, part, nbytes, plan, data))
     place = np.empty((2, len(plan)), np.int64)
     digests = [b""] * len(plan)
     names = [""] * len(plan)
@@ -190,16 +187,16 @@ def _write_file(
     nbytes: Int64,
     plan: SavePlan,
     data: Source,
-    links: Links | None,
 ) -> list[WrittenRecord]:
     """Write these rows, or link their file. ``nbytes``: the bytes of each row."""
-    before = links and links.reuse.before
-    if links and before and part.is_known:
+    if part.links is not None:
 
         def digests(row: int) -> bytes:
             return b"".join(map(digest_blocks, data.blocks(row)))
 
-        if links.link(root, part.name, part.rows, digests):
+        with root.batch() as batch:
+            before = part.links.link(batch, part.name, part.rows, digests)
+        if before is not None:
             starts = before.written.start[before.bounds[part.rows]].tolist()
             known = map(before.digests, part.rows)
             return list(map(WrittenRecord, starts, nbytes.tolist(), known))
