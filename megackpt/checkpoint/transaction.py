@@ -525,7 +525,10 @@ class Writing:
                 kind = properties.name, properties.version
                 before = StepBefore.of("", opened.manifest, self.plan, kind)
         except (CheckpointingException, FileNotFoundError) as error:
-            refused.append(str(error))
+            text = str(error)
+            if before is not None:
+                text = f"{before.directory} was removed, replaced or damaged"
+            refused.append(text)
         rows = reuse.rows(self.plan, before)
         return Links(rows, before, source, properties.encoding == "raw", refused)
 
