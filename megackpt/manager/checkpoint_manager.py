@@ -173,8 +173,8 @@ class CheckpointManager(SaveDecisions):
         # The step to restore is not removed while the saves before it are committed.
         self._removes = True
         self._reuses = as_strategy(strategy).reuse_unchanged
-        # The first save links files of the step that was restored.
-        self._restored: str | None = None
+        # Where the last step is that was restored or saved.
+        self._step_before: str | None = None
 
     @property
     def failed_saves(self) -> int:
@@ -488,7 +488,7 @@ class CheckpointManager(SaveDecisions):
         found = self._restorer.restore(declared, step, options, finite)
         if found is not None:
             if found.source == "storage":
-                self._restored = self.path(found.step)
+                self._step_before = self.path(found.step)
             # With a strictness of RETURN_* the state is the first of three.
             whole = found.state
             state = whole[0] if isinstance(whole, tuple) else whole
@@ -545,7 +545,7 @@ class CheckpointManager(SaveDecisions):
         strategy = copy(as_strategy(self._strategy))
         vars(strategy).update(
             frozen={*strategy.frozen, *stateful.frozen_keys()},
-            reuse_from=strategy.reuse_from or self._restored,
+            reuse_from=strategy.reuse_from or self._step_before,
         )
         return strategy
 
@@ -566,6 +566,7 @@ class CheckpointManager(SaveDecisions):
     ) -> None:
         """Called on all ranks when a step is complete."""
         self._in_flight.discard(step)
+        self._step_before = self.path(step)
         if not is_coordinator:
             return
 

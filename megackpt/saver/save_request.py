@@ -147,7 +147,7 @@ class SaveRequest:
         folders: tuple[str, ...] = ()
         if resolved.reuse_unchanged:
             named += " with reuse_unchanged"
-            reuse = Reuse(resolved.frozen, resolved.reuse_from, [])
+            reuse = Reuse({*resolved.frozen}, resolved.reuse_from, [])
             folders = (UNCHANGED,)
         audit = AuditPolicy(
             resolved.audit,

@@ -79,6 +79,18 @@ def test_a_new_process_links_the_step_that_it_has_restored(tmp_path: Path) -> No
     assert links(tmp_path / "1" / "unchanged") == [2]
 
 
+def test_other_declarations_link_the_last_step(tmp_path: Path) -> None:
+    """The first step of an optimizer adds tensors to the state."""
+    net = model()
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    with CheckpointManager(tmp_path, STRATEGY, naming="plain") as manager:
+        manager.save(0, model=net, optimizer=optimizer)
+        net(torch.ones(1, 64, device="cpu")).sum().backward()
+        optimizer.step()
+        manager.save(1, model=net, optimizer=optimizer)
+    assert links(tmp_path / "1" / "unchanged") == [2]
+
+
 def test_ls_and_show_count_shared_bytes(tmp_path: Path) -> None:
     net = model()
     with CheckpointManager(tmp_path, STRATEGY, naming="plain") as manager:

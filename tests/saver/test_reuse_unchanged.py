@@ -6,6 +6,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megackpt.planning import cache
 from megackpt.saver import save_operation
 from megackpt.storage import root_at
 from megackpt.testing import ThreadedGroup
+from tests.buckets import Bucket
 
 REUSING = Strategy(reuse_unchanged=True)
 TOWER = [f"tower.{i}" for i in range(8)]
@@ -121,6 +123,45 @@ def test_frozen_tensors_are_written_once(
     for step in range(4):
         check(tmp_path / str(step), step)
         remove(tmp_path / str(step))
+
+
+@pytest.mark.parametrize("way", ["thread", "process"])
+def test_frozen_tensors_that_change_are_written_from_the_copy(
+    tmp_path: Path, way: str
+) -> None:
+    """Hashed, and then written: the copy is read twice."""
+    values = tensors(0)
+    with closing(AsyncCallsQueue(way == "process")) as queue:
+        for step in range(3):
+            values = {k: v + (k == f"tower.{step}") for k, v in values.items()}
+            state = {**megackpt.sharded(dict(values)), "step": step}
+            strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+            place = tmp_path / str(step)
+            request = megackpt.save(state, place, strategy, async_sharded_save=True)
+            assert request is not None
+            queue.schedule_async_request(request)
+            expected = {k: v.clone() for k, v in values.items()}
+            for value in values.values():
+                value.add_(100)  # the copy does not change
+            queue.maybe_finalize_async_calls(blocking=True)
+            values = expected
+            asked = {k: torch.zeros_like(v) for k, v in values.items()}
+            dcp.load(asked, checkpoint_id=place, no_dist=True)
+            assert all(torch.equal(asked[k], v) for k, v in values.items())
+            assert not megackpt.verify(place).problems
+
+
+def test_a_bucket_has_no_links(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture, written: list[int]
+) -> None:
+    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
+    for step in range(3):
+        state = {**megackpt.sharded(tensors(step)), "step": step}
+        megackpt.save(state, f"{bucket.url}/{step}", strategy)
+        assert not megackpt.verify(f"{bucket.url}/{step}").problems
+    assert written == written[:1] * 3
+    (said,) = [r for r in caplog.records if "written again" in r.getMessage()]
+    assert "no hard links" in said.getMessage()
 
 
 def test_equal_digests_of_two_saves_are_enough(
