@@ -119,6 +119,8 @@ class Step:
     version: int | None = 0
     """None if only reading the table of contents would tell."""
     bytes: int = 0
+    shared: int = 0
+    """Bytes of the files that other checkpoints have, too: see ``Strategy.reuse_unchanged``."""
     files: int = 0
     saved: float = 0.0
     """When its newest file was written, in seconds since 1970."""
@@ -128,8 +130,6 @@ class Step:
     """The ``metrics`` given to the manager's ``save``, and its ``metric`` by this name."""
     seconds: float | None = None
     """How long the save took up to its commit; None if the checkpoint does not record it."""
-    shared: int = 0
-    """Bytes of the files that other checkpoints have, too: see ``Strategy.reuse_unchanged``."""
 
     def __repr__(self) -> str:
         state = self.reason or "complete"

@@ -172,7 +172,7 @@ class CheckpointManager(SaveDecisions):
         self._in_flight: set[int] = set()
         # The step to restore is not removed while the saves before it are committed.
         self._removes = True
-        self._reuses = as_strategy(strategy).reuse_unchanged
+        self._reuses = getattr(strategy, "reuse_unchanged", False)
         # Where the last step is that was restored or saved.
         self._step_before: str | None = None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorstore as ts
 import torch
 import torch.distributed.checkpoint as dcp
 import zarr
@@ -524,6 +525,10 @@ def test_zarr_links_its_cells(tmp_path: Path, written: list[int]) -> None:
             group = zarr.open_group(place / str(step), mode="r")
             for key, value in tensors(step).items():
                 assert np.array_equal(np.asarray(group[key]), value.numpy()), key
+                path = str(place / str(step) / key)
+                spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+                read = ts.open(spec, open=True).result().read().result()
+                assert np.array_equal(read, value.numpy()), key
             remove(place / str(step))
 
 
