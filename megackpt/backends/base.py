@@ -22,6 +22,7 @@ from megackpt import limits
 from megackpt.errors import BackendError, CorruptCheckpoint
 from megackpt.planning.box import Box, Int64
 from megackpt.planning.manifest import (
+    Bool,
     Declarations,
     LoadPlan,
     Location,
@@ -33,7 +34,8 @@ from megackpt.planning.manifest import (
     table_of,
 )
 from megackpt.planning.save_plan import SavePolicy, plan_save
-from megackpt.storage import Storage
+from megackpt.planning.unchanged import StepBefore
+from megackpt.storage import Batch, Storage
 
 CONFIG = "metadata.json"
 """The file that names the format of a checkpoint, in Megatron's layout."""
@@ -154,6 +156,8 @@ class Properties:
     """Formats that may recognise a directory of this format, too: this format is meant."""
     follows_links: bool = False
     """Data files may be links to files outside of the directory."""
+    reuses: bool = False
+    """It has ``write_linking``."""
     indexed: bool = True
     """A save writes our index. False: no file of ours stays in the directory, so there are no
     digests. Such a save replaces no checkpoint, and is not replaced. Object stores always have
@@ -183,6 +187,54 @@ class Finished:
     manifest: Manifest
     files: Mapping[str, bytes] = field(default_factory=dict)
     written: Collection[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """The rows that a save compares with an earlier checkpoint, and the files that it links.
+
+    Attributes:
+        rows: for each row of the plan whether it is compared.
+        before: what the earlier checkpoint has.
+        source: its files; None if it cannot be opened.
+        is_raw: whether the chunks are stored as they are.
+        refused: why files could not be linked.
+        linked: the rows in the files that were linked.
+    """
+
+    rows: Bool
+    before: StepBefore | None
+    source: Storage | None
+    is_raw: bool
+    refused: list[str] = field(default_factory=list)
+    linked: list[int] = field(default_factory=list)
+
+    def link(
+        self,
+        batch: Batch,
+        to: str,
+        rows: Sequence[int],
+        digests: Callable[[int], bytes],
+    ) -> StepBefore | None:
+        """The step before, if ``to`` is a link now: all rows of its file have their former digests.
+
+        ``digests`` of a row are the digests that writing it would give.
+        """
+        before = self.before
+        if before is None or self.source is None:
+            return None
+        chunks = before.bounds[rows]
+        if any(digests(row) != before.digests(row) for row in rows):
+            return None
+        written = before.written
+        name = written.files[written.file[chunks[0]]]
+        end = int((written.start + written.length)[chunks].max())
+        refused = batch.link(self.source, name, to, end * self.is_raw)
+        if refused:
+            self.refused.append(refused)
+            return None
+        self.linked.extend(rows)
+        return before
 
 
 WrittenRow = tuple[Location, bytes]
@@ -225,6 +277,15 @@ class Backend(ABC):
     @abstractmethod
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         """On every rank, possibly in a worker process: write the rows of this rank, durably."""
+
+    def write_linking(
+        self, root: Storage, plan: SavePlan, data: Source, links: Links
+    ) -> WriteResult:
+        """As ``write``. Files of ``links.rows`` are linked where that is possible.
+
+        Only called if ``Properties.reuses``.
+        """
+        raise NotImplementedError(f"{self.properties.name} links no files")
 
     @abstractmethod
     def finish(self, root: Storage, manifest: Manifest) -> Finished:

@@ -413,6 +413,17 @@ def shortfalls(storage: Storage, manifest: Manifest) -> list[Shortfall]:
     return still_short(storage, [Shortfall(n, w, None, end) for n, w, end in rows])
 
 
+def shared_bytes(storage: Storage, manifest: Manifest) -> int:
+    """The bytes of the files that have other names, too, as hard links."""
+    total = 0
+    if isinstance(storage, LocalStorage):
+        for name in manifest.files:
+            status = storage.stat(name)
+            if status is not None and status.st_nlink > 1:
+                total += status.st_size
+    return total
+
+
 def still_short(storage: Storage, files: Sequence[Shortfall]) -> list[Shortfall]:
     """The files among these that are missing or too short now, with their present sizes."""
     found = []

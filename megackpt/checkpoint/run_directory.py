@@ -27,6 +27,7 @@ from megackpt.checkpoint.opening import (
     absolute,
     as_read_by,
     find_storage,
+    shared_bytes,
     shortfalls,
 )
 from megackpt.checkpoint.ownership import find_format
@@ -118,6 +119,8 @@ class Step:
     version: int | None = 0
     """None if only reading the table of contents would tell."""
     bytes: int = 0
+    shared: int = 0
+    """Bytes of the files that other checkpoints have, too: see ``Strategy.reuse_unchanged``."""
     files: int = 0
     saved: float = 0.0
     """When its newest file was written, in seconds since 1970."""
@@ -489,6 +492,8 @@ def _with_sizes(step: Step, storage: Storage | None, compares: bool) -> Step:
                 step = replace(
                     step, bytes=total, files=count, saved=saved, seconds=seconds
                 )
+                if compares:
+                    step = replace(step, shared=shared_bytes(storage, manifest))
                 short = compares and shortfalls(storage, manifest)
                 if short:
                     step = replace(step, complete=False, reason=str(short[0]))

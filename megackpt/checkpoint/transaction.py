@@ -45,7 +45,7 @@ from typing import ParamSpec, Protocol, TypeVar
 from uuid import uuid4
 
 from megackpt import events, limits
-from megackpt.backends.base import Backend, Finished, Source
+from megackpt.backends.base import Backend, Finished, Links, Source
 from megackpt.checkpoint.directory_target import DirectoryTarget
 from megackpt.checkpoint.index import INDEX, sealed_index
 from megackpt.checkpoint.marker import Marker, active, logger
@@ -53,6 +53,8 @@ from megackpt.checkpoint.object_target import ObjectTarget
 from megackpt.checkpoint.opening import (
     Directory,
     absolute,
+    open_checkpoint,
+    open_same,
     shortfalls,
     still_short,
 )
@@ -73,6 +75,7 @@ from megackpt.planning.manifest import (
     SavePlan,
     WriteResult,
 )
+from megackpt.planning.unchanged import Reuse, StepBefore
 from megackpt.staging.buffers import HostCopy
 from megackpt.storage import Storage, digest, direct_where_faster, is_url
 
@@ -480,6 +483,7 @@ class Writing:
     backend: Backend
     plan: SavePlan
     source: CheckedSource
+    reuse: Reuse | None = None
 
     def __call__(self, advance: Callable[[int], None]) -> WriteResult:
         counted = CountedSource(self.source, advance)
@@ -495,9 +499,38 @@ class Writing:
             choice as direct,
             staging_storage(self.directory, self.save_id, moved, direct) as root,
         ):
-            written = self.backend.write(root, self.plan, counted)
+            if self.reuse is None:
+                written = self.backend.write(root, self.plan, counted)
+            else:
+                links = self._links(self.reuse, moved)
+                written = self.backend.write_linking(root, self.plan, counted, links)
+                linked, refused = tuple(links.linked), next(iter(links.refused), "")
+                written = replace(written, linked=linked, refused=refused)
             self.source.check()
             return written
+
+    def _links(self, reuse: Reuse, moved: Callable[[], object]) -> Links:
+        """The files of the step before. They cannot be linked if it was removed or replaced."""
+        before: StepBefore | None = None
+        source: Storage | None = None
+        refused = []
+        properties = self.backend.properties
+        try:
+            if reuse.steps:
+                before = reuse.steps[0]
+                source = open_same(before.directory, before.save_id, moved=moved)
+            elif reuse.directory is not None:
+                opened = open_checkpoint(reuse.directory, moved=moved)
+                source = opened.storage
+                kind = properties.name, properties.version
+                before = StepBefore.of("", opened.manifest, self.plan, kind)
+        except (CheckpointingException, FileNotFoundError) as error:
+            text = str(error)
+            if before is not None:
+                text = f"{before.directory} was removed, replaced or damaged"
+            refused.append(text)
+        rows = reuse.rows(self.plan, before)
+        return Links(rows, before, source, properties.encoding == "raw", refused)
 
 
 def remove(directory: Directory) -> None:

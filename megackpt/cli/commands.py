@@ -25,6 +25,7 @@ from megackpt.checkpoint import (
     remove,
     verify as verify_checkpoint,
 )
+from megackpt.checkpoint.opening import shared_bytes
 from megackpt.cli.compare import Tolerance, compare
 from megackpt.cli.output import Answer
 from megackpt.errors import (
@@ -272,6 +273,7 @@ def show(options: argparse.Namespace) -> Answer:
         "files": len(manifest.files) + len(opened.small),
         "chunks": len(manifest.chunks),
         "bytes": int(manifest.chunks.length.sum()),
+        "shared": shared_bytes(opened.storage, manifest),
     }
     # Weights alone do not tell: DistributedDataParallel gives them the same names.
     if any(entry.key.startswith(_FSDP_STATE) for entry in manifest.tensors):

@@ -18,7 +18,7 @@ from megackpt.events import format_size
 from megackpt.progress_line import is_open
 
 _MAX_VALUE_LENGTH = 200
-_SIZES = ("bytes", "bytes_read", "resumed")
+_SIZES = ("bytes", "shared", "bytes_read", "resumed")
 _VALUES = ("a", "b")
 """Fields of differences with values from checkpoints, which may be lists of dicts themselves."""
 

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from megackpt.checkpoint import INDEX, Opened, absolute, open_checkpoint, remove
 from megackpt.checkpoint.index import IN_PLACE, decode_index, sealed_index
+from megackpt.checkpoint.opening import shared_bytes
 from megackpt.converter import Converted, convert
 from megackpt.deltas.chain import (
     Base,
@@ -205,6 +206,11 @@ def _apply(path: str, url: str | Path, version: int, in_place: bool) -> None:
         outer.delete(new)
         try:
             if in_place:
+                if shared_bytes(old, directory.manifest):
+                    raise StorageError(
+                        f"{path} shares files with other directories (hard links): leave out "
+                        "in_place, or apply to a copy"
+                    )
                 _log(old, directory, since)
                 _redo(old)
                 return

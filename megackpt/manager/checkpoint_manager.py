@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from datetime import timedelta
 from functools import partial
 from inspect import signature
@@ -59,7 +60,7 @@ from megackpt.saver import save
 from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor, root_at
-from megackpt.strategies import StrategyLike
+from megackpt.strategies import Strategy, StrategyLike, as_strategy
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -174,6 +175,9 @@ class CheckpointManager(SaveDecisions):
         self._in_flight: set[int] = set()
         # The step to restore is not removed while the saves before it are committed.
         self._removes = True
+        self._reuses = getattr(strategy, "reuse_unchanged", False)
+        # Where the last step is that was restored or saved.
+        self._step_before: str | None = None
 
     @property
     def failed_saves(self) -> int:
@@ -269,7 +273,7 @@ class CheckpointManager(SaveDecisions):
             request = save(
                 state,
                 self.path(step),
-                self._strategy,
+                self._reusing(stateful) if self._reuses else self._strategy,
                 async_sharded_save=asynchronous,
                 process_group=self._process_group,
                 timeout=self._timeout,
@@ -490,6 +494,8 @@ class CheckpointManager(SaveDecisions):
         declared = stateful.declare_to_load(sharded_state_dict, key_map)
         found = self._restorer.restore(declared, step, options, finite)
         if found is not None:
+            if found.source == "storage":
+                self._step_before = self.path(found.step)
             # With a strictness of RETURN_* the state is the first of three.
             whole = found.state
             state = whole[0] if isinstance(whole, tuple) else whole
@@ -545,6 +551,14 @@ class CheckpointManager(SaveDecisions):
             self._queue.end(error)
         self.close(abort)
 
+    def _reusing(self, stateful: StatefulObjects) -> Strategy:
+        strategy = copy(as_strategy(self._strategy))
+        vars(strategy).update(
+            frozen={*strategy.frozen, *stateful.frozen_keys()},
+            reuse_from=strategy.reuse_from or self._step_before,
+        )
+        return strategy
+
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
@@ -573,6 +587,7 @@ class CheckpointManager(SaveDecisions):
     ) -> None:
         """Called on all ranks when a step is complete."""
         self._in_flight.discard(step)
+        self._step_before = self.path(step)
         if not is_coordinator:
             return
 

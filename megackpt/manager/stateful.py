@@ -161,6 +161,16 @@ class StatefulObjects:
             note_places(declared, self.plain)
         return declared
 
+    def frozen_keys(self) -> set[str]:
+        """The keys of the parameters that need no gradient."""
+        keys = set()
+        for name, value in self._objects.items():
+            if isinstance(value, Module):
+                for own, parameter in value.named_parameters(remove_duplicate=False):
+                    if not parameter.requires_grad:
+                        keys |= {f"{name}.{key}" for key in _get_fqns(value, own)}
+        return keys
+
     def declare_to_load(
         self, others: ShardedStateDict | None, key_map: KeyMap | None
     ) -> ShardedStateDict:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
+from functools import partial
 
 from megackpt.adapters.megatron import from_megatron
 from megackpt.checkpoint.run_directory import list_run
@@ -35,8 +36,8 @@ class StorageSpace:
 
     Args:
         retention: of the run.
-        strategy: of the saves. Formats that may need less space than the tensors have, because
-            they compress, are only asked to write the small file.
+        strategy: of the saves. If a save may need less space than the tensors have, because it
+            compresses or reuses files, only the small file is written.
     """
 
     def __init__(
@@ -48,9 +49,7 @@ class StorageSpace:
     ) -> None:
         self._retention = retention
         self._root = retention.root
-        # A wrong strategy is refused by the save, on all ranks.
-        backend = attempt(lambda: resolve(strategy).make_backend()).value
-        self._is_raw = backend is not None and backend.properties.encoding == "raw"
+        self._is_raw = attempt(partial(_writes_all, strategy)).value is True
         self._process_group = process_group
         self._timeout = timeout
         self._checked_on: date | None = None
@@ -179,6 +178,13 @@ class StorageSpace:
             f"megackpt prune {self._root} --keep-last {rules.keep_last} would free "
             f"{format_size(nbytes)}: {join_truncated(names, 5)}"
         )
+
+
+def _writes_all(strategy: StrategyLike) -> bool:
+    """Whether a save writes all bytes of the tensors. A wrong strategy is refused by the save."""
+    resolved = resolve(strategy)
+    is_raw = resolved.make_backend().properties.encoding == "raw"
+    return is_raw and not resolved.reuse_unchanged
 
 
 def _bytes_to_write(state: ShardedStateDict, rank: int) -> int:

@@ -169,11 +169,15 @@ class _OwnSave:
             )
         if self.outer.inner:
             self.refuse_others()
-        elif strategy.check_values != "off" or strategy.audit != "off":
+        elif (
+            strategy.check_values != "off"
+            or strategy.audit != "off"
+            or strategy.reuse_unchanged
+        ):
             raise BackendError(
-                f"audit={strategy.audit!r} and check_values={strategy.check_values!r} have no "
-                f"effect in {strategy}, which writes the tensors itself: leave both 'off', or "
-                "call the method that it overrides"
+                f"audit={strategy.audit!r}, check_values={strategy.check_values!r} and "
+                f"reuse_unchanged={strategy.reuse_unchanged} have no effect in {strategy}, which "
+                "writes the tensors itself: leave them out, or call the method that it overrides"
             )
         return request
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from megackpt.planning.manifest import Declarations, Manifest, SavePlan
+from megackpt.planning.unchanged import StepBefore
 
 _FLOATS = "float", "bfloat", "complex"
 _COUNTER = 16
@@ -55,7 +56,7 @@ class CachedPlan:
 
     ``first_id`` is the id of the save that made it, the same on all ranks. Only the coordinator has
     ``manifest``. ``audit`` is the rank's and rank 0's part of the saver's audit. ``differed``: the
-    common state of this rank differed from rank 0's in that round.
+    common state of this rank differed from rank 0's in that round. ``steps``: see ``Reuse``.
     """
 
     first_id: str
@@ -64,6 +65,7 @@ class CachedPlan:
     audit: tuple[Any, Any] = (None, None)
     differed: bool = False
     _uses: Iterator[int] = field(default_factory=count)
+    steps: list[StepBefore] = field(default_factory=list)
 
     def next_save_id(self) -> str:
         """The id (hex) of one more save with this plan, unique also among threads.

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 from weakref import finalize
 
+import numpy as np
+
 from megackpt import events
 from megackpt.adapters.param_groups import HeldGroup
 from megackpt.async_save import AsyncRequest, Pending, Task
@@ -50,6 +52,7 @@ from megackpt.planning.manifest import (
     ShardId,
     WriteResult,
 )
+from megackpt.planning.unchanged import Reuse
 from megackpt.saver.audit import (
     OF_A_SAVE,
     AllReplicas,
@@ -81,6 +84,7 @@ _ABSTAINS = 2**63 - 1
 """It is never the lowest."""
 _STALE = "training changed none, or a state was saved that training does not use"
 _named_classes: set[str] = set()  # classes to trust that a warning has named
+_named_refusals: set[str] = set()  # of links, that a warning has named
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +97,7 @@ class RankPart:
     replicas: RankReplicas | None = None
     all_replicas: AllReplicas | None = None
     differed: bool = False
+    reuse: Reuse | None = None
 
     def between_audits(self, declared: Declarations) -> RankPart:
         """For a save that ``Strategy.audit_every`` leaves out: it compares small replicas."""
@@ -229,6 +234,10 @@ def save(
             request, part = make_plan(session, declared, started)
         if part.replicas is not None and not part.replicas.due(turn):
             part = part.between_audits(request.declared)
+        if request.reuse is not None:
+            held = cache_of(group.identity).get(request.fingerprint or 0)
+            steps = held.steps if held is not None else []
+            part = replace(part, reuse=replace(request.reuse, steps=steps))
         session.total.operation.id = part.save_id
         # Stage, then write: now, or later while training continues.
         stage = _reference
@@ -356,7 +365,7 @@ def begin(
         session.begin(save_id, overwrite=request.overwrite, indexed=indexed)
         if cached and cached.manifest is not None:
             layout = request.backend.layout(session.group.size, cached.manifest)
-            session.announce(layout.files)
+            session.announce([*layout.files, *request.folders])
 
     return attempt(work) if session.group.is_coordinator else Attempt(None)
 
@@ -434,7 +443,8 @@ def _plan_for_all(
         request.policy,
         request.checked,
     )
-    session.announce(request.backend.layout(len(parts), manifest).files)
+    layout = request.backend.layout(len(parts), manifest)
+    session.announce([*layout.files, *request.folders])
     save_id = session.begun.save_id
     view = None
     if any(part.common != parts[0].common for part in parts):
@@ -537,7 +547,12 @@ def _write_task(
     writing: Callable[[Callable[[int], None]], WriteResult] = _not_ready
     if source.error is None:
         writing = Writing(
-            directory, part.save_id, request.backend, part.plan, source.get()
+            directory,
+            part.save_id,
+            request.backend,
+            part.plan,
+            source.get(),
+            part.reuse,
         )
     task: Task[WriteResult] = Task(
         writing,
@@ -550,7 +565,9 @@ def _write_task(
 
     def end(outcome: Attempt[WriteResult]) -> None:
         if outcome.value is not None:
-            stage.done = int(outcome.value.length.sum())
+            written = outcome.value
+            is_linked = np.isin(written.item, written.linked)
+            stage.done = int(written.length[~is_linked].sum())
         events.finish(stage, outcome.error)
 
     task.on_end(end)
@@ -589,6 +606,13 @@ def _commit(
         written, digests, values = zip(*results, strict=True)
         planned = cast(Manifest, part.manifest)
         manifest = planned.located(written)
+        for refused in {result.refused for result in written} - _named_refusals - {""}:
+            _named_refusals.add(refused)
+            logger.warning(
+                "%s: unchanged tensors are written again: %s",
+                request.directory,
+                refused,
+            )
         if any(values):
             manifest = replace(manifest, values=merge(planned, values))
             text = manifest.nonfinite()
@@ -628,6 +652,9 @@ def _commit(
         differing = reply
         reply = session.group.reduce_broadcast("audit", blocks, conclude)
     session.finish(reply)
+    if part.reuse is not None:
+        rows = len(part.plan)
+        part.reuse.note(request.directory, part.save_id, task.get(), rows)
 
 
 def _not_ready(_: Callable[[int], None]) -> WriteResult:

@@ -24,6 +24,7 @@ from megackpt.errors import ShardingError
 from megackpt.planning.cache import fingerprint
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.save_plan import SavePolicy
+from megackpt.planning.unchanged import UNCHANGED, Reuse
 from megackpt.saver.audit import AuditPolicy
 from megackpt.saver.common_state import check_size
 from megackpt.state import (
@@ -70,6 +71,8 @@ class SaveRequest:
         groups: the parameter groups of optimizers, by name or position.
         objects: row of an object -> the rows that share its blob.
         blobs: row -> blob of an object that has been pickled for the check already.
+        reuse: if the strategy has ``reuse_unchanged``.
+        folders: names of the save beside the names in its layout.
         untrusted: for each class that a load has to be given in ``trusted``, a text.
     """
 
@@ -92,6 +95,8 @@ class SaveRequest:
     objects: Mapping[int, Sequence[int]]
     blobs: dict[int, bytes]
     untrusted: list[str]
+    reuse: Reuse | None = None
+    folders: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -138,6 +143,12 @@ class SaveRequest:
         )
         policy = SavePolicy(balance=resolved.balance)
         named = f"{backend.properties.name} {backend.properties.version}"
+        reuse = None
+        folders: tuple[str, ...] = ()
+        if resolved.reuse_unchanged:
+            named += " with reuse_unchanged"
+            reuse = Reuse({*resolved.frozen}, resolved.reuse_from, [])
+            folders = (UNCHANGED,)
         audit = AuditPolicy(
             resolved.audit,
             resolved.audit_every,
@@ -177,6 +188,8 @@ class SaveRequest:
             objects=object_groups(extracted.shards),
             blobs={},
             untrusted=[],
+            reuse=reuse,
+            folders=folders,
         )
         made._pickle_objects()
         return made

@@ -22,9 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt import events, limits
-from megackpt.errors import CorruptCheckpoint, StorageError
+from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
 from megackpt.storage import kernel
-from megackpt.storage.interface import Batch, FileReader, FileUpdater, FileWriter
+from megackpt.storage.interface import (
+    Batch,
+    FileReader,
+    FileUpdater,
+    FileWriter,
+    Storage,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,6 +194,11 @@ class _Open:
         except OSError as error:
             os.close(folder)
             raise failure(self._refusal, path, error) from error
+        if not self._flags & os.O_EXCL and os.fstat(self._fd).st_nlink > 1:
+            self._release()
+            raise StorageError(
+                f"cannot write in place in {path}: other checkpoints have the file, too"
+            )
 
     def close(self) -> None:
         if self._fd < 0:
@@ -322,7 +333,7 @@ class LocalReader(FileReader):
         self, fd: int, path: str, size: int, moved: Callable[[], object] = int
     ) -> None:
         """``moved``: see ``Storage.moved``."""
-        self._fd = fd
+        self.fd = fd
         self._path = path
         self._moved = moved
         self.size = size
@@ -332,7 +343,7 @@ class LocalReader(FileReader):
             while left:
                 self._moved()
                 try:
-                    done = patiently(os.preadv, self._fd, batch, start)
+                    done = patiently(os.preadv, self.fd, batch, start)
                 except OSError as error:
                     raise failure("read", self._path, error) from error
                 if not done:
@@ -349,8 +360,8 @@ class LocalReader(FileReader):
         found, at, end = 0, start, min(start + length, self.size)
         try:
             while at < end and found < enough:
-                data = os.lseek(self._fd, at, os.SEEK_DATA)
-                at = os.lseek(self._fd, data, os.SEEK_HOLE)
+                data = os.lseek(self.fd, at, os.SEEK_DATA)
+                at = os.lseek(self.fd, data, os.SEEK_HOLE)
                 found += max(0, min(at, end) - data)
         except (OSError, AttributeError) as error:
             # ENXIO: the rest is a hole. Other errors: this system does not report holes.
@@ -360,17 +371,17 @@ class LocalReader(FileReader):
 
     def again(self, moved: Callable[[], object]) -> LocalReader:
         """Return a second reader of the open file. Its caller closes it separately."""
-        return LocalReader(os.dup(self._fd), self._path, self.size, moved)
+        return LocalReader(os.dup(self.fd), self._path, self.size, moved)
 
     def sync(self) -> None:
         """Make the file durable, which another writer has written."""
-        sync_written(self._moved, (self._fd, self._path))
+        sync_written(self._moved, (self.fd, self._path))
 
     def status(self) -> os.stat_result:
-        return os.fstat(self._fd)
+        return os.fstat(self.fd)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
@@ -518,6 +529,28 @@ class LocalBatch(Batch):
             name = name.rpartition("/")[0]
             self._folders[name] = None
         return writer
+
+    def link(self, source: Storage, name: str, to: str, nbytes: int) -> str:
+        try:
+            held = source.open(name)
+        except (CheckpointingException, FileNotFoundError) as error:
+            return str(error)
+        folder, last, path = self._open_folder(to, self._last_folder)
+        try:
+            if not isinstance(held, LocalReader) or held.size < nbytes:
+                return "a file of the step before is truncated"
+            # The file that was opened, whatever has its name now.
+            os.link(f"/proc/self/fd/{held.fd}", last, dst_dir_fd=folder)
+            self.take(os.dup(held.fd), path)
+        except OSError as error:
+            return os.strerror(error.errno or 0)
+        finally:
+            os.close(folder)
+            held.close()
+        while to:
+            to = to.rpartition("/")[0]
+            self._folders[to] = None
+        return ""
 
     def take(self, fd: int, path: str) -> None:
         """Make a written file durable, and close it, together with the batch."""

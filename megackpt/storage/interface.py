@@ -156,6 +156,14 @@ class Batch(Durable):
     def create(self, name: str) -> FileWriter:
         """Like ``Storage.create``, but a closed file becomes durable only with the batch."""
 
+    def link(self, source: Storage, name: str, to: str, nbytes: int) -> str:  # noqa: ARG002
+        """Make ``to`` another name of a file of another storage, of at least ``nbytes``.
+
+        Nobody may write through a name: ``Storage.update`` refuses such a file. Return why the file
+        is not linked; empty if it is.
+        """
+        return "the storage has no hard links"
+
 
 class FileReader(ABC):
     """An existing file. Any number of threads may read ranges of it."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, get_args
@@ -63,6 +64,13 @@ class Strategy:
     returns, notes them in the index with the largest magnitude of the finite elements, and warns;
     "raise" raises NonfiniteValues, without a commit. All ranks must have the same.
 
+    ``reuse_unchanged`` does not write tensors again that have not changed since the step before:
+    their files become hard links to the files of that step. The step before is the checkpoint that
+    this process has saved last with the same declarations, else ``reuse_from``, the directory of a
+    checkpoint of the same layout. Shards of ``frozen`` keys get files of their own from the first
+    save on (a manager adds the parameters that need no gradient), other shards when their digests
+    are equal in two saves. Formats: "torch_dist", "zarr". All ranks must have the same.
+
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
     it to the ranks that need it. "auto": like "always" if bytes come over a network (network file
@@ -82,6 +90,9 @@ class Strategy:
     audit_exclude: Sequence[str] = ()
     on_mismatch: OnMismatch = "raise"
     check_values: CheckValues = "off"
+    reuse_unchanged: bool = False
+    reuse_from: str | os.PathLike[str] | None = None
+    frozen: Collection[str] = ()
 
     def __post_init__(self) -> None:
         given: object = self.options  # callers without a type checker give anything
@@ -107,6 +118,13 @@ class Strategy:
             raise BackendError(
                 f"audit_exclude must be a list of patterns, not {patterns!r}"
             )
+        keys = self.frozen
+        if isinstance(keys, str):
+            raise BackendError(f"frozen must be a collection of keys, not {keys!r}")
+        if not self.reuse_unchanged and (keys or self.reuse_from is not None):
+            raise BackendError(
+                "frozen and reuse_from have no effect without reuse_unchanged=True"
+            )
 
     def make_writer(self) -> Backend:
         """As ``make_backend``, for a save. Raises BackendError for an export format."""
@@ -117,6 +135,11 @@ class Strategy:
                 f"{name!r} is an export format: one process has to write all of it, so no "
                 "save does. Save as 'torch_dist' or 'safetensors', and export that checkpoint: "
                 f"megackpt.convert(checkpoint_dir, target, {name!r})"
+            )
+        if self.reuse_unchanged and not backend.properties.reuses:
+            raise BackendError(
+                f"{name!r} cannot reuse unchanged tensors: save as 'torch_dist' or 'zarr', or without "
+                "reuse_unchanged"
             )
         return backend
 

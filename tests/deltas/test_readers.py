@@ -287,6 +287,21 @@ def same(where: Path, expected: Weights) -> bool:
     return all(octets(found[key]) == octets(expected[key]) for key in expected)
 
 
+def test_files_that_other_directories_share_are_not_changed_in_place(
+    tmp_path: Path,
+) -> None:
+    url, where = tmp_path / "w", tmp_path / "engine"
+    states = history(url, 3)
+    materialize(url, 0, where)
+    shutil.copytree(where, tmp_path / "kept", copy_function=os.link)
+    with pytest.raises(megackpt.StorageError, match="shares files"):
+        apply(where, url, 1, in_place=True)
+    expect(where, states[0])
+    apply(where, url, 1)
+    expect(where, states[1])
+    expect(tmp_path / "kept", states[0])
+
+
 def test_nothing_reads_a_directory_that_is_changed_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,7 +194,8 @@ class Recorder:
         self._names((one, None), (other, moved))
 
     def _link(self, src: Any, dst: Any, **options: Any) -> None:
-        inode = self._inode(src, options.get("src_dir_fd"))
+        status = os.stat(src, dir_fd=options.get("src_dir_fd"))  # also /proc/self/fd/3
+        inode = self._numbers.get((status.st_dev, status.st_ino))
         self._real["link"](src, dst, **options)
         self._names((self._entry(dst, options.get("dst_dir_fd")), inode))
 

@@ -27,6 +27,7 @@ from megackpt.backends.base import (
     Backend,
     Finished,
     Layout,
+    Links,
     Properties,
     Source,
     Target,
@@ -39,6 +40,7 @@ from megackpt.backends.torch_dist import foreign_manifest, metadata_writer
 from megackpt.backends.torch_dist.distcp_writer import (
     distribute,
     file_name,
+    unchanged_files,
     write_files,
 )
 from megackpt.backends.torch_dist.metadata_reader import read_listing
@@ -68,7 +70,9 @@ class TorchDist(Backend):
     separation_hint: str | None = None
     torch_metadata: bool = True
 
-    properties: ClassVar[Properties] = Properties("torch_dist", 1, frozenset({1}))
+    properties: ClassVar[Properties] = Properties(
+        "torch_dist", 1, frozenset({1}), reuses=True
+    )
 
     def __post_init__(self) -> None:
         if type(self.files_per_rank) is not int or self.files_per_rank < 1:
@@ -99,6 +103,14 @@ class TorchDist(Backend):
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         files = distribute(plan, self.files_per_rank, self.separation_hint)
         return write_files(root, plan, data, files)
+
+    def write_linking(
+        self, root: Storage, plan: SavePlan, data: Source, links: Links
+    ) -> WriteResult:
+        compared = set(np.flatnonzero(links.rows).tolist())
+        files = distribute(plan, self.files_per_rank, self.separation_hint, compared)
+        parts = [*files, *unchanged_files(plan, links)]
+        return write_files(root, plan, data, parts, self.files_per_rank + 1)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:  # noqa: ARG002
         if not self.torch_metadata:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megackpt.backends.archives import frame
-from megackpt.backends.base import Source
+from megackpt.backends.base import Links, Source
 from megackpt.backends.object_files import COMMON_FILE
 from megackpt.errors import BackendError
-from megackpt.planning.box import Int64, runs
+from megackpt.planning.box import Int64, group, runs
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
     ITEMSIZE,
@@ -25,8 +25,9 @@ from megackpt.planning.manifest import (
     digest_rows,
     table_of,
 )
+from megackpt.planning.unchanged import UNCHANGED
 from megackpt.serialization.archive import ALIGNMENT
-from megackpt.storage import FileWriter, Storage, digest
+from megackpt.storage import FileWriter, Storage, digest, digest_blocks
 
 BATCH = 1 << 20
 """Bytes of small records that one write gathers. The hashed bytes are still in the cache."""
@@ -34,6 +35,8 @@ _TOGETHER = 256
 """Rows whose bytes are looked up together."""
 VIEWS = 1024
 """Buffers that one write takes."""
+UNCHANGED_BYTES = 256 << 20
+"""Bytes of a file that is linked or written as a whole, unless one row has more."""
 SMALL = 64 << 10
 """Bytes of a tensor, with which Python's work for it counts more than the copy of its bytes."""
 
@@ -44,6 +47,8 @@ class FilePart:
 
     name: str
     rows: list[int]
+    links: Links | None = None
+    """The step before may have a file with exactly these rows."""
 
 
 class WrittenRecord(NamedTuple):
@@ -59,10 +64,13 @@ def file_name(rank: int, number: int, hint: str = "") -> str:
     return f"{hint}__{rank}_{number}.distcp"
 
 
-def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
+def distribute(
+    plan: SavePlan, files: int, hint: str | None, without: Collection[int] = ()
+) -> list[FilePart]:
     """Distribute the rows of a plan over files: objects in turn, then tensors, largest first.
 
-    The common state has a separate file. So have keys that begin with ``hint``.
+    The common state has a separate file. So have keys that begin with ``hint``. Rows ``without``
+    are left out.
     """
     # The box of an object has one element, and the size of its blob is not known.
     itemsize = np.array([entry.meta.itemsize or -1 for entry in plan.tensors], np.int64)
@@ -71,6 +79,8 @@ def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
     groups: dict[str, list[int]] = {"": []}
     for row, number in enumerate(plan.tensor.tolist()):
         entry = plan.tensors[number]
+        if row in without:
+            continue
         if entry.is_common:
             common.append(row)
         elif hint is not None and entry.key.startswith(hint):
@@ -87,6 +97,37 @@ def distribute(plan: SavePlan, files: int, hint: str | None) -> list[FilePart]:
                 name = file_name(plan.rank, number, prefix)
                 parts.append(FilePart(name, [rows[i] for i in positions]))
     return parts
+
+
+def unchanged_files(plan: SavePlan, links: Links) -> list[FilePart]:
+    """Distribute the rows of ``links`` over files of at most UNCHANGED_BYTES, or of one row.
+
+    A file of the step before keeps its rows if all of them are still such rows. The other rows are
+    distributed anew, so that the change of one row costs no other file.
+    """
+    groups: list[tuple[Links | None, list[int]]] = []
+    free = links.rows.copy()
+    if links.before is not None:
+        written = links.before.written
+        files = group(written.file)
+        for rows in map(files.rows, range(len(files))):
+            name = written.files[written.file[rows[0]]]
+            held = written.item[rows]
+            if name.startswith(f"{UNCHANGED}/") and free[held].all():
+                groups.append((links, held.tolist()))
+                free[held] = False
+    lengths = plan.lengths
+    filled = UNCHANGED_BYTES
+    for row in np.flatnonzero(free).tolist():
+        filled += int(lengths[row])
+        if filled > UNCHANGED_BYTES:
+            groups.append((None, []))
+            filled = int(lengths[row])
+        groups[-1][1].append(row)
+    return [
+        FilePart(f"{UNCHANGED}/{file_name(plan.rank, number)}", rows, known)
+        for number, (known, rows) in enumerate(groups)
+    ]
 
 
 def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
@@ -113,10 +154,14 @@ def spread(sizes: Sequence[int], files: int) -> list[list[int]]:
 
 
 def write_files(
-    root: Storage, plan: SavePlan, data: Source, parts: list[FilePart]
+    root: Storage,
+    plan: SavePlan,
+    data: Source,
+    parts: list[FilePart],
+    threads: int = 0,
 ) -> WriteResult:
-    """Write all files, one thread each, durably."""
-    with ThreadPoolExecutor(max(len(parts), 1), "megackpt-write") as pool:
+    """Write all files, durably, in this many threads, or one thread each."""
+    with ThreadPoolExecutor(threads or max(len(parts), 1), "megackpt-write") as pool:
         lengths = plan.lengths
         jobs = []
         for part in parts:
@@ -137,9 +182,24 @@ def write_files(
 
 
 def _write_file(
-    root: Storage, part: FilePart, nbytes: Int64, plan: SavePlan, data: Source
+    root: Storage,
+    part: FilePart,
+    nbytes: Int64,
+    plan: SavePlan,
+    data: Source,
 ) -> list[WrittenRecord]:
-    """Write these rows. ``nbytes``: the bytes of each row."""
+    """Write these rows, or link their file. ``nbytes``: the bytes of each row."""
+    if part.links is not None:
+
+        def digests(row: int) -> bytes:
+            return b"".join(map(digest_blocks, data.blocks(row)))
+
+        with root.batch() as batch:
+            before = part.links.link(batch, part.name, part.rows, digests)
+        if before is not None:
+            starts = before.written.start[before.bounds[part.rows]].tolist()
+            known = map(before.digests, part.rows)
+            return list(map(WrittenRecord, starts, nbytes.tolist(), known))
     written: list[WrittenRecord] = []
     with root.create(part.name) as writer:
         writer.expect(int(nbytes.sum()))

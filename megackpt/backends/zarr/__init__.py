@@ -13,6 +13,7 @@ from megackpt.backends.base import (
     Backend,
     Finished,
     Layout,
+    Links,
     Properties,
     Source,
     Target,
@@ -78,6 +79,7 @@ class Zarr(Backend):
         frozenset((MEGATRON, VERSION, FOREIGN)),
         gridded=True,
         max_item_bytes=128 << 20,
+        reuses=True,
     )
 
     def __init__(
@@ -107,6 +109,11 @@ class Zarr(Backend):
 
     def write(self, root: Storage, plan: SavePlan, data: Source) -> WriteResult:
         return write_rows(root, plan, data, self.packing)
+
+    def write_linking(
+        self, root: Storage, plan: SavePlan, data: Source, links: Links
+    ) -> WriteResult:
+        return write_rows(root, plan, data, self.packing, links)
 
     def finish(self, root: Storage, manifest: Manifest) -> Finished:
         """The table of contents, after the cells that ranks share are assembled."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megackpt.backends.base import Source, run_in_threads
+from megackpt.backends.base import Links, Source, run_in_threads
 from megackpt.backends.object_files import encode_key, write_object
 from megackpt.backends.zarr.array_metadata import array_file
 from megackpt.backends.zarr.codecs import (
@@ -30,6 +30,7 @@ from megackpt.errors import BackendError
 from megackpt.planning.box import Box, Boxes
 from megackpt.planning.manifest import (
     DIGEST_BLOCK,
+    DIGEST_SIZE,
     ITEMSIZE,
     Location,
     SavePlan,
@@ -37,6 +38,7 @@ from megackpt.planning.manifest import (
     WriteResult,
     digest_rows,
 )
+from megackpt.planning.unchanged import StepBefore
 from megackpt.storage import Batch, FileWriter, Storage, digest, digest_blocks
 
 WrittenChunk = tuple[Box, Location, bytes]
@@ -44,7 +46,11 @@ WrittenChunk = tuple[Box, Location, bytes]
 
 
 def write_rows(
-    root: Storage, plan: SavePlan, data: Source, packing: Packing
+    root: Storage,
+    plan: SavePlan,
+    data: Source,
+    packing: Packing,
+    links: Links | None = None,
 ) -> WriteResult:
     """Write every row of a plan, durably. Raises BackendError for rows in several cells.
 
@@ -68,7 +74,9 @@ def write_rows(
                     _write_fragments(batch, plan, data, fragments, found)
                 else:
                     row = singles[number]
-                    found[row] = _write_row(root, batch, plan, data, row, packing)
+                    found[row] = _write_row(
+                        root, batch, plan, data, row, packing, links
+                    )
 
     run_in_threads(len(singles) + bool(fragments), work)
     return write_result([found[row] for row in range(len(plan))], plan.boxes.width)
@@ -81,6 +89,7 @@ def _write_row(
     data: Source,
     row: int,
     packing: Packing,
+    links: Links | None,
 ) -> list[WrittenChunk]:
     item = plan.row(row)
     entry = plan.tensors[plan.tensor[row]]
@@ -91,6 +100,10 @@ def _write_row(
     if not any(box.offset):
         with batch.create(f"{entry_name(entry)}/{ARRAY}") as writer:
             writer.write([memoryview(array_file(entry, layout))])
+    if links and links.before and links.rows[row]:
+        linked = _link_cell(batch, plan, data, row, layout, links, links.before)
+        if linked:
+            return linked
     if item.nbytes:
         return write_cell(batch, entry.key, layout, box, data.blocks(row))
     # An empty file in place of the first cell shows that the tensor was written.
@@ -98,6 +111,40 @@ def _write_row(
     with batch.create(file):
         pass
     return [(box, Location(file, 0, 0), b"")]
+
+
+def _link_cell(
+    batch: Batch,
+    plan: SavePlan,
+    data: Source,
+    row: int,
+    layout: ArrayLayout,
+    links: Links,
+    before: StepBefore,
+) -> list[WrittenChunk]:
+    """The chunks of a cell whose file the step before has; none if it is not linked."""
+    shard = plan.row(row).shard
+    first, last = before.bounds[row : row + 2].tolist()
+    written = before.written
+    lengths = written.length[first:last].tolist()
+    file = f"{encode_key(shard.key)}/{layout.file(layout.index(shard.box))}"
+
+    def digests(_: int) -> bytes:
+        stream = _Stream(data.blocks(row), shard)
+        return b"".join(digest_blocks(stream.read(length)) for length in lengths)
+
+    if first == last or links.link(batch, file, [row], digests) is None:
+        return []
+    known = before.digests(row)
+    chunks = []
+    for i, length in zip(range(first, last), lengths, strict=True):
+        size = -(-length // DIGEST_BLOCK) * DIGEST_SIZE
+        box = written.boxes.row(i, len(layout.shape))
+        chunks.append(
+            (box, Location(file, int(written.start[i]), length), known[:size])
+        )
+        known = known[size:]
+    return chunks
 
 
 def write_result(rows: Sequence[list[WrittenChunk]], width: int) -> WriteResult:

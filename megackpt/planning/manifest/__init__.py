@@ -61,7 +61,8 @@ class WriteResult:
     A format may cut a row of the plan (``item``) into several chunks, whose ``boxes`` (global
     coordinates) tile the row's. ``digests`` holds ceil(length / DIGEST_BLOCK) rows for each
     chunk: xxh3-128 of each block of its raw bytes (for objects: of the blob). ``note`` is for
-    ``Backend.finish``, which finds it in ``Manifest.notes``.
+    ``Backend.finish``, which finds it in ``Manifest.notes``. ``linked``: the rows of
+    the plan in files that were linked; ``refused``: why another file was not, if that was tried.
     """
 
     item: Int64
@@ -72,6 +73,8 @@ class WriteResult:
     length: Int64
     digests: Digests
     note: bytes = b""
+    linked: tuple[int, ...] = ()
+    refused: str = ""
 
     @classmethod
     def of_rows(
