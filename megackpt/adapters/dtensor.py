@@ -20,13 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megackpt import tree
-from megackpt.adapters.checkpointable import (
-    FilledFactory,
-    declare_checkpointable,
-    has_methods,
-)
+from megackpt.adapters.checkpointable import declare_checkpointable, has_methods
 from megackpt.errors import ShardingError
 from megackpt.state import (
+    FilledFactory,
     LocalNonpersistentObject,
     PerRank,
     ReplicaId,
