@@ -26,6 +26,9 @@ from megackpt.planning.manifest import (
 from megackpt.state import ShardedObject, ShardedTensor, dtype_named
 from megackpt.state.tensor_subclasses import Cut, cuts_of, placed, rule_named
 
+_TILES = 1 << 20
+"""Elements that a stored inner tensor may have beyond those of the outer one, as padding."""
+
 
 @dataclass(frozen=True, eq=False)
 class Dequantised:
@@ -74,6 +77,7 @@ class Dequantised:
     ) -> torch.Tensor:
         rows = []
         tensors = []
+        parts = {}
         whole = tuple(self.record["shape"])
         for (key, meta), axes in zip(self.manifest.tensors, self.axes, strict=True):
             box, _ = placed(
@@ -81,17 +85,14 @@ class Dequantised:
             )
             rows.append(Declaration(ShardId(key, box), meta, 0, False, 0, 0))
             dtype = dtype_named(meta.dtype)
-            tensors.append(torch.empty(box.shape, dtype=dtype, device="cpu"))
+            tensor = torch.empty(box.shape, dtype=dtype, device="cpu")
+            tensors.append(tensor)
+            if axes[-1:] == [(-1, 16)]:
+                *lead, high, wide, height, width = box.shape
+                tensor = tensor.view(*lead, high * height, wide * width)
+            parts[key.rpartition(".")[2]] = tensor
         opened = replace(opened, manifest=self.manifest)
         session.rows(opened, Declarations.of(rows), tensors, verify=verify)
-        parts = {}
-        for name, tensor, axes in zip(
-            self.record["inner"], tensors, self.axes, strict=True
-        ):
-            if axes[-1:] == [(-1, 16)]:
-                *lead, high, wide, height, width = tensor.shape
-                tensor = tensor.view(*lead, high * height, wide * width)
-            parts[name] = tensor
         context = {
             name: self._decoded(name, value, band.shape)
             for name, value in self.record["context"].items()
@@ -139,37 +140,55 @@ def dequantised(
         if key not in records or not isinstance(shard, ShardedTensor):
             continue
         record = json.loads(records[key])
+        shape = tuple(record["shape"])
+        stored = [numbers[f"{key}.{inner}"] for inner in record["inner"]]
+        excerpt = parts.excerpt(stored)
+        is_alike = shape == row.meta.shape != () and shard.dtype.is_floating_point
+        axes: list[list[Cut]] = []
+        kind: Any = torch.Tensor
         module, _, name = record["class"].rpartition(".")
         rule = rule_named(record["class"])
-        kind: Any = torch.Tensor
-        if rule is not None:
+        if rule is not None and is_alike:
             try:
                 kind = getattr(import_module(module), name)
-            except (ImportError, AttributeError):
-                rule = None
-        alike = (
-            tuple(record["shape"]) == row.meta.shape and shard.dtype.is_floating_point
-        )
-        if rule is None or kind.dequantize is torch.Tensor.dequantize or not alike:
+                for inner, (_, meta) in zip(
+                    record["inner"], excerpt.tensors, strict=True
+                ):
+                    dims = len(meta.shape)
+                    axes.append(
+                        cuts_of(
+                            rule, inner, record["context"], len(shape), dims, repr(key)
+                        )
+                    )
+                    is_alike &= fits(axes[-1], shape, meta.shape)
+            except (
+                ImportError,
+                AttributeError,
+                IndexError,
+                TypeError,
+                ValueError,
+            ) as error:
+                raise MismatchError(
+                    f"{key!r} is stored as a {record['class']}, which is not installed, or has a "
+                    f"damaged record ({error})"
+                ) from error
+        if kind.dequantize is torch.Tensor.dequantize or not is_alike:
             raise MismatchError(
                 f"{key!r} is stored as a {record['class']} of shape {record['shape']}, and asked "
                 f"for as a tensor {row.meta}: the shapes differ, or it is asked for as integers, "
-                "or the class has no rule, is not installed, or has no `dequantize`. Its tensors "
-                f"can be loaded one by one: {record['inner']} below that key"
+                "or the class has no rule or no `dequantize`. Its tensors can be loaded one by "
+                f"one: {record['inner']} below that key"
             )
-        stored = [numbers[f"{key}.{inner}"] for inner in record["inner"]]
-        axes = [
-            cuts_of(
-                rule,
-                inner,
-                record["context"],
-                len(row.meta.shape),
-                len(manifest.tensors[number].meta.shape),
-                repr(key),
-            )
-            for inner, number in zip(record["inner"], stored, strict=True)
-        ]
         target = destination(shard)
-        excerpt = parts.excerpt(stored)
         found[i] = Dequantised(key, target, row.shard.box, record, kind, axes, excerpt)
     return found
+
+
+def fits(axes: Sequence[Cut], whole: Sequence[int], inner: Sequence[int]) -> bool:
+    """Whether an inner tensor of this shape has an element for each part of the outer one."""
+    if len(axes) != len(inner) or math.prod(inner) > math.prod(whole) + _TILES:
+        return False
+    for (axis, step), size in zip(axes, inner, strict=True):
+        if step < 0 or (axis >= 0 and step and -(-whole[axis] // step) != size):
+            return False
+    return True
