@@ -123,10 +123,15 @@ class LoadRequest:
 
     def rename(self, declared: Declarations) -> Declarations:
         """The declarations under the keys of the checkpoint, which ``key_map`` gives."""
-        renamed = [
-            TensorEntry(stored_key(self.key_map, key), meta)
-            for key, meta in declared.tensors
-        ]
+        inner = inner_keys(fact for fact in declared.facts if fact[1].startswith("{"))
+        renamed = []
+        for key, meta in declared.tensors:
+            owner, _, name = key.rpartition(".")
+            if key in inner:
+                key = f"{stored_key(self.key_map, owner)}.{name}"
+            else:
+                key = stored_key(self.key_map, key)
+            renamed.append(TensorEntry(key, meta))
         return replace(declared, tensors=tuple(renamed))
 
 

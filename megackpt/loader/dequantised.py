@@ -162,6 +162,7 @@ def dequantised(
                     )
                     is_alike &= fits(axes[-1], shape, meta.shape)
             except (
+                ArithmeticError,
                 ImportError,
                 AttributeError,
                 IndexError,

@@ -135,9 +135,11 @@ def _inner_tensors(
     context = record["context"]
     context.pop("shape", None)
     _settle_blocks(context, here, was.get("context"))
-    if differing := [field for field in record if was and was[field] != record[field]]:
+    if differing := [
+        field for field in record if was and was.get(field) != record[field]
+    ]:
         raise MismatchError(
-            f"{key!r}: {differing} are stored as {[was[field] for field in differing]}, and the "
+            f"{key!r}: {differing} are stored as {[was.get(field) for field in differing]}, and the "
             f"tensor to fill has {[record[field] for field in differing]}"
         )
     text = json.dumps(record, sort_keys=True)
@@ -247,7 +249,9 @@ def _settle_blocks(context: dict[str, Any], here: Shape, stored: Any) -> None:
     blocks = context.get("block_size")
     if not isinstance(blocks, list) or len(blocks) != len(here):
         return
-    known = stored and stored["block_size"]
+    known = (stored or {}).get("block_size")
+    if not isinstance(known, list) or len(known) != len(here):
+        known = None
     spans = all(size in (1, extent) for size, extent in zip(blocks, here, strict=True))
     for axis, size in enumerate(blocks):
         is_whole = known[axis] is None if known else spans and size > 1

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ from megackpt import (
     remove_sharded_tensors,
     sharded,
 )
-from megackpt.checkpoint.index import decode_index
+from megackpt.checkpoint.index import decode_index, encode_index
 from megackpt.errors import CorruptCheckpoint
 from tests.conftest import PEERS, ROOT, Ranks
 
@@ -261,3 +262,49 @@ def load_dtensors(name: str, folder: str) -> None:
     state = megackpt.load(sharded({"w": target}), folder)
     assert state["w"] is target
     torchao_tensors.assert_equal(target.to_local(), expected)
+
+
+def test_a_key_map_names_the_whole_tensor(tmp_path: Path) -> None:
+    megackpt.save(sharded({"old": made()}), tmp_path / "ck")
+    target, plain = made(fill=0), torch.zeros(6, 4)
+    for value in (target, plain):
+        megackpt.load(sharded({"w": value}), tmp_path / "ck", key_map={"w": "old"})
+    assert torch.equal(target.data_, made().data_)
+    assert torch.equal(plain, made().dequantize())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [12, 4]},
+        {"shape": []},
+        {"shape": [-6, 4]},
+        {"class": "os.system"},
+        {"class": 5},
+        {"context": None},
+        {"context": {}},
+        {"context": {"step": "x"}},
+        {"context": {"step": -5}},
+        {"context": {"step": 1e400}},
+        {"inner": ["data_"]},
+        {"inner": ["data_", "other"]},
+    ],
+    ids=str,
+)
+def test_a_wrong_record_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    rule = {"data_": "... -2 -1/step", "scale": "-2 -"}
+    megackpt.register_tensor_subclass(f"{Known.__module__}.Known", rule)
+    megackpt.save(sharded({"w": made()}), tmp_path / "ck")
+    index = tmp_path / "ck" / "megackpt.index"
+    manifest, small = decode_index(index.read_bytes())
+    [(key, text)] = manifest.subclasses
+    record = json.dumps({**json.loads(text), **change})
+    index.write_bytes(
+        encode_index(replace(manifest, subclasses=((key, record),)), small)
+    )
+    shape = change.get("shape", [6, 4])
+    if -6 not in shape:
+        with pytest.raises((MismatchError, CorruptCheckpoint)):
+            megackpt.load(sharded({"w": torch.zeros(shape)}), tmp_path / "ck")
+    with pytest.raises((MismatchError, CorruptCheckpoint)):
+        megackpt.load(sharded({"w": made(fill=0)}), tmp_path / "ck")
