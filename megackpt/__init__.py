@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         ShardedObject as ShardedObject,
         ShardedTensor as ShardedTensor,
         ShardedTensorFactory as ShardedTensorFactory,
+        register_tensor_subclass as register_tensor_subclass,
     )
     from megackpt.strategies import (
         FullyParallelLoadStrategyWrapper as FullyParallelLoadStrategyWrapper,
@@ -123,6 +124,7 @@ _MODULES = {
         "ShardedObject",
         "ShardedTensor",
         "ShardedTensorFactory",
+        "register_tensor_subclass",
     ),
     "strategies": (
         "FullyParallelLoadStrategyWrapper",

@@ -97,6 +97,11 @@ HOLE_BYTES = 16 << 20
 HOLE_RATIO = 16
 """Bytes a stored byte. Of the bytes above HOLE_BYTES at least 1/16 must be stored."""
 
+# Loading.
+
+DEQUANTISED_BYTES = 64 << 20
+"""Bytes. Values, as float32, that a load computes from quantised ones at once."""
+
 # Converting.
 
 CONVERT_MAX_MEMORY = 512 << 20

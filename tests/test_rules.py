@@ -47,8 +47,10 @@ NAMES_AN_EDGE = {
     "converter/__init__.py",
     "converter/conversion_request.py",
     "loader/comparison.py",
+    "state/tensor_subclasses.py",
 }
-"""The hooks of ``convert(table=...)`` and ``load(transform=...)``, and former places of public names."""
+"""The hooks of ``convert(table=...)`` and ``load(transform=...)``, of torchao's classes, and former places of public
+names."""
 OF_OS = re.compile(
     r"listdir|scandir|f?walk|open|mk(dir|fifo|nod)|makedirs|rmdir|removedirs|remove|unlink|(sym)?link"
     r"|renames?|replace|[fl]?ch(mod|own)|f?truncate|f(data)?sync|utime|(set|remove)xattr|p?writev?|sendfile"

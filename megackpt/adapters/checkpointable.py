@@ -13,7 +13,6 @@ declarations of all ranks are compared, the lowest rank's becomes the main repli
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from typing import Any, NamedTuple
@@ -24,11 +23,10 @@ from megackpt.errors import ShardingError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import UNNUMBERED
 from megackpt.state import (
-    FactoryMergeFn,
+    FilledFactory,
     LocalNonpersistentObject,
     ReplicaId,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from megackpt.state.storable import (
     SHARD_FIELDS,
@@ -49,21 +47,6 @@ class _Chunk(NamedTuple):
     data: torch.Tensor
     written: bool
     """False: this rank only loads it; another one writes it."""
-
-
-@dataclass
-class FilledFactory(ShardedTensorFactory):
-    """State whose shards are views of ``data``. A load fills them, and returns ``data``."""
-
-    merge_fn: FactoryMergeFn = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self.merge_fn = (
-            self._filled
-        )  # not a lambda: a deep copy returns the data of the copy
-
-    def _filled(self, _: Any) -> Any:
-        return self.data
 
 
 def declare_checkpointable(key: str, shard: Any) -> FilledFactory:

@@ -20,13 +20,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from megackpt import tree
-from megackpt.adapters.checkpointable import (
-    FilledFactory,
-    declare_checkpointable,
-    has_methods,
-)
+from megackpt.adapters.checkpointable import declare_checkpointable, has_methods
 from megackpt.errors import ShardingError
 from megackpt.state import (
+    FilledFactory,
     LocalNonpersistentObject,
     PerRank,
     ReplicaId,
@@ -36,6 +33,7 @@ from megackpt.state import (
     ShardedTensor,
 )
 from megackpt.state.storable import is_distributed, is_stateful, shard_attributes
+from megackpt.state.tensor_subclasses import PLAIN
 from megackpt.torch_versions import cutting_order, strides_are_cut_at_once
 
 Shape = tuple[int, ...]
@@ -260,7 +258,15 @@ def pieces(
             f"{key!r} is on the meta device: materialise it first, by module.to_empty(device=...)"
         )
     parts: list[tuple[Shape, torch.Tensor]] = [((), local)]
+    if type(local) not in PLAIN and max(map(len, axes), default=1) > 1:
+        raise ShardingError(
+            f"{key!r}: {tensor.placements} give this rank several pieces of a "
+            f"{type(local).__qualname__}, which wraps other tensors: only one can be declared"
+        )
     for axis, held in enumerate(axes):
+        if len(held) == 1:
+            parts = [((*offset, held[0][0]), data) for offset, data in parts]
+            continue
         cut = []
         lengths = [length for _, length in held]
         for offset, data in parts:

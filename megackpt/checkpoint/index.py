@@ -19,8 +19,9 @@ remainders are all zero and take no bytes.
 
 Optional: two columns of tensors, the elements that are NaN or infinite, and the bits of the
 largest magnitude of the finite ones as float32 (-1: not known); and the fields ``differing`` of the
-head, keys of tensors whose replicas differed, and ``milliseconds`` from the
-call of the save to its commit (0: not known).
+head, keys of tensors whose replicas differed, ``milliseconds`` from the
+call of the save to its commit (0: not known), and ``subclasses``, records of tensors that wrap
+others, each with the keys that it is for.
 
 Every version begins with the magic and the version, and ends with the digest. A later release may
 add fields to the head, and columns that its field ``optional`` names: readers ignore unknown ones.
@@ -59,6 +60,7 @@ from megackpt.planning.manifest import (
     TensorEntry,
     TensorMeta,
     TensorValues,
+    inner_keys,
     size_problem,
 )
 from megackpt.storage import Storage, digest, read_dense, unsafe_names
@@ -170,6 +172,7 @@ class Head:
     """All columns in the order of their bytes, with optional ones that are not known."""
     differing: tuple[str, ...]
     milliseconds: int
+    subclasses: tuple[tuple[str, str], ...]
 
 
 def parse_head(text: bytes) -> Head:
@@ -210,6 +213,7 @@ def parse_head(text: bytes) -> Head:
             layouts,
             _strings(head.get("differing", [])),
             _natural(head.get("milliseconds", 0)),
+            _records(head["subclasses"]) if "subclasses" in head else (),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         damaged(f"its head makes no sense ({type(error).__name__}: {error})")
@@ -233,6 +237,17 @@ def _strings(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise TypeError(f"{value!r} is not a list")
     return tuple(map(_string, value))
+
+
+def _records(value: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Key -> record of a tensor that wraps others. Raises an error if a field is missing."""
+    for text in value:
+        record = json.loads(text)
+        _string(record["class"])
+        _strings(record["inner"])
+        record["context"].items()
+        tuple(map(_natural, record["shape"]))
+    return tuple((key, text) for text in value for key in _strings(value[text]))
 
 
 def _natural(value: Any, end: int = LARGEST) -> int:
@@ -285,6 +300,8 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         damaged("a key occurs twice")
     if not set(head.differing) <= set(keys):
         damaged("replicas of a tensor that it does not have differed")
+    if head.subclasses and not inner_keys(head.subclasses) <= set(keys):
+        damaged("it lacks a tensor that another one wraps")
     _check_below(columns["meta"], len(metas))
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)
     entries = zip(keys, map(metas.__getitem__, columns["meta"].tolist()), strict=True)
@@ -300,6 +317,7 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         values=_values(columns, metas),
         differing=head.differing,
         milliseconds=head.milliseconds,
+        subclasses=head.subclasses,
     )
 
 
@@ -476,7 +494,7 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
     small_digests = {}
     for name, (size, checksum) in small.items():
         small_digests[name] = [size, checksum.hex()]
-    head = {
+    head: dict[str, Any] = {
         "save_id": manifest.save_id,
         "backend": list(manifest.backend),
         "encoding": manifest.encoding,
@@ -492,6 +510,8 @@ def encode_index(manifest: Manifest, small: SmallFiles) -> bytes:
         head["optional"] = list(OPTIONAL)
     if manifest.differing:
         head["differing"] = list(manifest.differing)
+    for key, record in manifest.subclasses:
+        head.setdefault("subclasses", {}).setdefault(record, []).append(key)
     text = json.dumps(head, separators=(",", ":")).encode()
     # The size of an index does not depend on the time that the save took.
     text += b" " * (_DIGITS - len(str(manifest.milliseconds)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import fnmatch
+import json
 import os
 import re
 import sys
@@ -282,6 +283,10 @@ def show(options: argparse.Namespace) -> Answer:
         data["nonfinite"] = sum(manifest.values.nonfinite.clip(0).tolist())
     if manifest.differing:
         data["differing"] = list(manifest.differing)
+    if manifest.subclasses:
+        data["wrapping"] = {
+            key: json.loads(record)["class"] for key, record in manifest.subclasses
+        }
     text = data
     has_report = options.common or options.html
     if options.key is not None or not has_report:

@@ -7,7 +7,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from megackpt import events, limits
@@ -42,7 +42,7 @@ from megackpt.errors import (
     StorageError,
     join_truncated,
 )
-from megackpt.planning.manifest import TensorEntry, TensorParts
+from megackpt.planning.manifest import Manifest, TensorEntry, TensorParts, inner_keys
 from megackpt.planning.save_plan import SavePolicy
 from megackpt.storage import SingleObject, digest, is_url, root_at
 
@@ -149,6 +149,8 @@ class Conversion:
         self.plans, self.manifest = plan_for_backend(
             backend, declared, SavePolicy(balance=False)
         )
+        records = _kept_records(stored, entries, backend)
+        self.manifest = replace(self.manifest, subclasses=records)
         reserved = {*backend.layout(count, self.manifest).files, INDEX}
         clash = reserved.intersection(name.partition("/")[0] for name in self.files)
         if clash:
@@ -364,6 +366,33 @@ class Conversion:
             resumed,
             dict(overflows),
         )
+
+
+def _kept_records(
+    stored: Manifest, entries: Mapping[int, TensorEntry], backend: Backend
+) -> tuple[tuple[str, str], ...]:
+    """The records of tensors that wrap others, whose parts all stay as they are.
+
+    Raises BackendError where a part would be left without its record.
+    """
+    numbers = stored.numbers()
+    kept = []
+    for key, record in stored.subclasses:
+        inner = inner_keys([(key, record)])
+        found = [numbers[name] for name in inner if name in numbers]
+        taken = {entries[number] for number in found if number in entries}
+        form = backend.properties
+        has_index = form.indexed and not form.export_only
+        is_whole = len(found) == len(inner) and has_index
+        if is_whole and taken == {stored.tensors[number] for number in found}:
+            kept.append((key, record))
+        elif taken or not is_whole:
+            raise BackendError(
+                f"{key!r} wraps {sorted(inner)}: these are converted together, under their names "
+                "and with their dtypes, to a format with an index. Or load the checkpoint into "
+                "plain tensors, and save these"
+            )
+    return tuple(kept)
 
 
 def _identical_entries(target: str, files: Mapping[str, bytes]) -> set[str]:

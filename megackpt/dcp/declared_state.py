@@ -14,6 +14,7 @@ from megackpt.dcp.item_writer import is_plain
 from megackpt.errors import ShardingError
 from megackpt.saver.save_request import digest_number
 from megackpt.state import ShardedObject, ShardedStateDict
+from megackpt.state.tensor_subclasses import qualified, rule_named
 
 _ATOMS = {bool, int, float, str, type(None)}
 
@@ -24,8 +25,8 @@ def declare_plain(
     """Declarations under the keys of torch's planner, and a number of these keys.
 
     ``ranks`` of the world share the state. Raises ShardingError where torch's planner must decide:
-    for values but plain tensors, DTensors of plain tensors, and plain values of Python, and for
-    equal keys.
+    for values but plain tensors, tensors whose class has a rule, DTensors of these, and plain
+    values of Python, and for equal keys.
     """
     keys = []
     state = sharded(state_dict, replicated="all", among=ranks)
@@ -33,6 +34,7 @@ def declare_plain(
         value = getattr(leaf, "data", leaf)
         local = getattr(value, "_local_tensor", value)  # of a DTensor
         known = is_plain(local) and not local.is_meta
+        known = known or rule_named(qualified(type(local))) is not None
         if isinstance(leaf, ShardedObject) and not leaf.global_shape:
             parts = value if type(value) in (list, tuple) else [value]
             known = {*map(type, parts)} <= _ATOMS

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megackpt import tree
 from megackpt.backends.archives import frame
 from megackpt.backends.torch_dist.distcp_writer import Records, spread
 from megackpt.distributed.wire_format import allow
-from megackpt.errors import CheckpointingException, StorageError
+from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.planning.manifest import Location
 from megackpt.staging.devices import resolved, synchronize
 from megackpt.staging.source import pieces, storage_error
@@ -182,6 +183,22 @@ def local_tensors(value: object) -> list[torch.Tensor]:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is its elements."""
     return type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided
+
+
+def is_wrapper(value: object) -> bool:
+    """Whether it, or the local tensor of a DTensor, wraps other tensors, by a class not torch's."""
+    kind = type(getattr(value, "_local_tensor", value))
+    is_torchs = kind.__module__.startswith("torch.")
+    return hasattr(kind, "__tensor_flatten__") and not is_torchs
+
+
+def refuse_wrappers(state_dict: Any) -> None:
+    """ShardingError for tensors that wrap others: a planner would pickle one rank's part."""
+    for value in filter(is_wrapper, tree.nested_values(state_dict)):
+        raise ShardingError(
+            f"a {type(value).__qualname__} wraps other tensors. Without a planner of your own it "
+            "is saved by the rule of its class: see megackpt.register_tensor_subclass"
+        )
 
 
 class ReadStorages:

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megackpt import events, gc_pause
+from megackpt import events, gc_pause, tree
 from megackpt.dcp.declared_state import declare_plain
-from megackpt.dcp.item_writer import Assignment
+from megackpt.dcp.item_writer import Assignment, is_wrapper
 from megackpt.dcp.planner import LoadPlanner, SavePlanner
 from megackpt.dcp.state_dict_saver import reset_on_error
 from megackpt.dcp.storage_reader import FileSystemReader
@@ -229,6 +229,8 @@ def _by_engine(
         except (CorruptCheckpoint, RankFailure, SaveInProgress, StorageError):
             raise
         except CheckpointingException as error:
+            if any(map(is_wrapper, tree.nested_values(state_dict))):
+                raise
             _log.debug("a planner plans the %s of %s: %s", kind, path, error)
             return False
     return True

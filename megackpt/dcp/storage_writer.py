@@ -50,6 +50,7 @@ from megackpt.dcp.item_writer import (
     assignment_of,
     copy_to_host,
     name_files,
+    refuse_wrappers,
     resolve,
     stable_resolver,
 )
@@ -408,6 +409,7 @@ class FileSystemWriter(BlockingAsyncStager, StorageWriter):
         return prepared.outcome.get()
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner) -> _PreparedWrite:
+        refuse_wrappers(getattr(planner, "state_dict", {}))
         assignment = assignment_of(plan, absolute(self.path), self.rank)
         transforms = [self.transforms]
         of_planner = getattr(planner, "transforms", None)

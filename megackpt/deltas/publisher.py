@@ -30,6 +30,7 @@ from megackpt.state import (
     ShardedTensorFactory,
     extract,
 )
+from megackpt.state.tensor_subclasses import InnerTensor
 from megackpt.storage import Executor
 
 if TYPE_CHECKING:
@@ -225,7 +226,8 @@ class WeightPublisher:
 
     def _converted(self, shard: ShardedTensor) -> ShardedTensor:
         dtype = self._dtype
-        if dtype in (None, shard.dtype) or not shard.dtype.is_floating_point:
+        is_kept = isinstance(shard, InnerTensor) or dtype in (None, shard.dtype)
+        if is_kept or not shard.dtype.is_floating_point:
             return shard
         values = {f.name: getattr(shard, f.name) for f in fields(ShardedTensor)}
         return _Converted(**{**values, "dtype": dtype}, declared=shard)

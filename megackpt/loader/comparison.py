@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from megackpt.errors import (
     ShardingError,
     join_truncated,
 )
+from megackpt.loader.dequantised import Dequantised, dequantised
 from megackpt.loader.load_session import common_row, destination
 from megackpt.planning import coverage, strict
 from megackpt.planning.box import Int64
@@ -28,6 +29,7 @@ from megackpt.planning.manifest import (
     Declarations,
     Manifest,
     TensorEntry,
+    inner_keys,
 )
 from megackpt.planning.strict import StrictHandling
 from megackpt.staging.source import overlaps_itself
@@ -121,10 +123,15 @@ class LoadRequest:
 
     def rename(self, declared: Declarations) -> Declarations:
         """The declarations under the keys of the checkpoint, which ``key_map`` gives."""
-        renamed = [
-            TensorEntry(stored_key(self.key_map, key), meta)
-            for key, meta in declared.tensors
-        ]
+        inner = inner_keys(fact for fact in declared.facts if fact[1].startswith("{"))
+        renamed = []
+        for key, meta in declared.tensors:
+            owner, _, name = key.rpartition(".")
+            if key in inner:
+                key = f"{stored_key(self.key_map, owner)}.{name}"
+            else:
+                key = stored_key(self.key_map, key)
+            renamed.append(TensorEntry(key, meta))
         return replace(declared, tensors=tuple(renamed))
 
 
@@ -157,6 +164,7 @@ class Comparison:
 
     ``unexpected`` are keys that are not stored. ``kept`` numbers the shards that are read.
     ``wanted`` has a row for each of these, and a last one for a stored common state.
+    ``dequantised`` are shards, by number, that are computed from stored quantised tensors.
     """
 
     extracted: Extracted
@@ -164,11 +172,17 @@ class Comparison:
     unexpected: set[str]
     kept: Int64
     wanted: Declarations
+    dequantised: Mapping[int, Dequantised] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: LoadRequest, manifest: Manifest, rank: int) -> Comparison:
         """Raises MismatchError for keys, shapes and dtypes that differ and may not."""
-        extracted = extract(cast("ShardedStateDict", request.state), from_megatron)
+        records = dict(manifest.subclasses)
+        extracted = extract(
+            cast("ShardedStateDict", request.state),
+            from_megatron,
+            lambda key: records.get(stored_key(request.key_map, key)),
+        )
         declared = declare(extracted.shards, rank=rank)
         if request.key_map is not None:
             declared = request.rename(declared)
@@ -176,6 +190,10 @@ class Comparison:
         _warn_of_undeclared(extracted, manifest)
         asked = strict.requested(declared)
         unexpected = asked - strict.stored(manifest)
+        computed = {}
+        if records:
+            computed = dequantised(extracted.shards, declared, manifest)
+            unexpected -= records.keys()
         # With RAISE_ALL ``find_missing`` raises, for both kinds of keys and all ranks.
         raising = request.strict in (
             StrictHandling.ASSUME_OK_UNEXPECTED,
@@ -187,14 +205,16 @@ class Comparison:
                 raise MismatchError(text)
             logger.warning("%s", text)
         strict.check_shapes(declared, manifest, request.dtype_policy)
-        kept = np.flatnonzero(~_left_out(extracted, declared, unexpected))
+        left_out = _left_out(extracted, declared, unexpected)
+        left_out[[*computed]] = True
+        kept = np.flatnonzero(~left_out)
         rows = [declared.take(kept)]
         # Notes of a file's author are not state: they would mix with the caller's state.
         if manifest.encoding != "noted":
             rows.append(common_row(manifest, rank))
         wanted = Declarations.merge(rows)
         keys = strict.keys(unexpected, declared.tensors)
-        return cls(extracted, declared, keys, kept, wanted)
+        return cls(extracted, declared, keys, kept, wanted, computed)
 
     def tensors(self) -> list[torch.Tensor | None]:
         """For each wanted row the tensor to fill (None: an object)."""
@@ -217,6 +237,8 @@ class Comparison:
         shards = self.extracted.shards
         groups = object_groups(shards)
         result: list[Any] = [ABSENT] * len(shards)
+        for i, stored in self.dequantised.items():
+            result[i] = stored.target
         for i, value in zip(self.kept.tolist(), values, strict=False):
             shard = shards[i]
             result[i] = value
@@ -247,6 +269,9 @@ class CompareRequest:
         names: Collection[str] = ()
         if StrictHandling.requires_global_app_metadata(request.strict):
             names = strict.requested(declared)
+            for stored in compared.dequantised.values():
+                names.discard(stored.key)
+                names.update(entry.key for entry in stored.manifest.tensors)
         return cls(declared if request.validate else None, names)
 
 
@@ -286,6 +311,8 @@ def check_coverage(
         return
     texts = []
     asked = {entry.key for entry in declared.tensors}.union(request.settled)
+    if manifest.subclasses:
+        asked |= inner_keys(pair for pair in manifest.subclasses if pair[0] in asked)
     for name, count, nbytes in strict.unasked(asked, manifest):
         keys = "keys"
         if count == 1:

@@ -462,6 +462,8 @@ class _LoadOperation:
         """Row -> bytes of each object that this rank has read: no other rank knows them."""
         plan = self.plan.get()
         self.session.read(self.opened, plan, self.memory, self.request.verify)
+        for stored in self.compared.dequantised.values():
+            stored.read(self.session, self.opened, self.request.verify)
         return {row: len(blob) for row, blob in self.memory.blobs.items()}
 
     def read_beside(self) -> dict[int, int]:

@@ -32,7 +32,8 @@ def fingerprint(declared: Declarations, extra: str = "") -> int:
     ``extra`` is what the declarations lack: the strategy, its policy, and the number of ranks,
     but not the directory. The same in every process and on every machine.
     """
-    table = extra, declared.tensors, declared.replica_ids, declared.domains
+    table: tuple[object, ...] = extra, declared.tensors, declared.replica_ids
+    table += declared.domains, *declared.facts
     text = json.dumps(table, ensure_ascii=False)
     hasher = sha1(text.encode("utf-8", "surrogatepass"), usedforsecurity=False)
     for column in (

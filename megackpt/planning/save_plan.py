@@ -142,7 +142,8 @@ def plan_save(
         digest_rows(b""),
     )
     plans = _plans(parts, tensors, grids, row, chunks)
-    return plans, Manifest(tensors, tuple(grids), chunks)
+    records = tuple(fact for fact in declared.facts if fact[1].startswith("{"))
+    return plans, Manifest(tensors, tuple(grids), chunks, subclasses=records)
 
 
 def refuse_unstorable(tensors: Sequence[TensorEntry]) -> None:

@@ -20,7 +20,7 @@ from megackpt.adapters.param_groups import HeldGroup, held_groups
 from megackpt.backends.base import Backend, policy_for_backend
 from megackpt.checkpoint import absolute
 from megackpt.distributed import Group, attempt, domain_of
-from megackpt.errors import ShardingError
+from megackpt.errors import BackendError, ShardingError
 from megackpt.planning.cache import fingerprint
 from megackpt.planning.manifest import Declarations
 from megackpt.planning.save_plan import SavePolicy
@@ -141,6 +141,11 @@ class SaveRequest:
             common=group.is_coordinator and has_common,
             saving=True,
         )
+        if declared.facts and not backend.properties.indexed:
+            raise BackendError(
+                f"{declared.facts[0][0]!r} wraps other tensors: a format with an index keeps the "
+                "record of its class"
+            )
         policy = SavePolicy(balance=resolved.balance)
         named = f"{backend.properties.name} {backend.properties.version}"
         reuse = None

@@ -31,10 +31,14 @@ from megackpt.state.storable import (
     loadable as loadable,
     pickled as pickled,
 )
+from megackpt.state.tensor_subclasses import (
+    register_tensor_subclass as register_tensor_subclass,
+)
 from megackpt.state.values import (
     CommonStateDict as CommonStateDict,
     FactoryBuildFn as FactoryBuildFn,
     FactoryMergeFn as FactoryMergeFn,
+    FilledFactory as FilledFactory,
     LocalNonpersistentObject as LocalNonpersistentObject,
     PerRank as PerRank,
     ShardedBase as ShardedBase,

@@ -17,6 +17,7 @@ from megackpt.state.storable import (
     is_distributed,
     is_stateful,
 )
+from megackpt.state.tensor_subclasses import PLAIN, expanded
 from megackpt.state.values import (
     LocalNonpersistentObject,
     ShardedObject,
@@ -55,12 +56,15 @@ class Extracted:
 
 
 def extract(
-    state: dict[Any, Any], native: Callable[[Any], Any] = lambda leaf: leaf
+    state: dict[Any, Any],
+    native: Callable[[Any], Any] = lambda leaf: leaf,
+    stored: Callable[[str], str | None] | None = None,
 ) -> Extracted:
     """Sort the leaves of a sharded state dict.
 
     ``native`` converts declarations of other libraries. It is called with every leaf that is
-    not a ShardedTensor, of the state and of the products of factories.
+    not a ShardedTensor, of the state and of the products of factories. ``stored``: see
+    ``tensor_subclasses.expanded``, which declares tensors that wrap others.
     Raises ShardingError for a state of another type, for shards that would be lost (in tuples
     or sets, as keys), for shards of an unknown class and for the reserved key "common_state";
     all problems at once.
@@ -78,7 +82,7 @@ def extract(
             f"a sharded state dict must be a dict, not a {type(given).__name__}: {advice}. "
             f"Given: {given!r:.60}"
         )
-    built, factories, problems = _built(state, native)
+    built, factories, problems = _built(state, native, stored)
     shards: list[ShardedTensor | ShardedObject] = []
     paths: list[Path] = []
 
@@ -105,7 +109,9 @@ def extract(
 
 
 def _built(
-    state: dict[Any, Any], native: Callable[[Any], Any]
+    state: dict[Any, Any],
+    native: Callable[[Any], Any],
+    stored: Callable[[str], str | None] | None,
 ) -> tuple[dict[Any, Any], list[tuple[Path, ShardedTensorFactory]], list[str]]:
     """The state with every factory, nested ones too, replaced by its product; the factories.
 
@@ -123,9 +129,12 @@ def _built(
                     problems.append(f"a {type(key).__name__} is a dict key: {key!r}")
                 result[key] = build(value, (*path, key), level)
             return result
+        if type(node) is not ShardedTensor:
+            node = native(node)
         if type(node) is ShardedTensor:  # an isinstance of an ABC takes much longer
-            return node
-        node = native(node)
+            if type(node.data) in PLAIN:
+                return node
+            node = expanded(node, stored)
         if not isinstance(node, ShardedTensorFactory):
             return node
         if level > limits.NESTED_FACTORIES:

@@ -6,6 +6,7 @@ import io
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import index
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from megackpt.planning.manifest import (
     table_of,
 )
 from megackpt.state.storable import dtype_name
+from megackpt.state.tensor_subclasses import InnerTensor
 from megackpt.state.values import ShardedObject, ShardedTensor
 
 Shard = ShardedTensor | ShardedObject
@@ -79,9 +81,12 @@ def declare(
     # first of each kind is validated. Each object has a separate row.
     known: dict[Any, int] = {}
     problems: list[str] = []
+    wrapped: list[InnerTensor] = []
     for shard in shards:
         try:
             traits = _traits(shard)
+            if traits is None and isinstance(shard, InnerTensor):
+                wrapped.append(shard)
             try:
                 kind = known.get(traits, len(rows))
             except TypeError:  # something in it has no hash
@@ -109,13 +114,35 @@ def declare(
         rows.append(
             _Row((), OBJECT, (), (), _replica(common_replica), False, NOMINAL_OBJECT)
         )
-    structure = rank, domain, rows, kinds, keys
+    facts: tuple[tuple[str, str], ...] = ()
+    if wrapped:
+        facts = _facts(wrapped, shards)
+    structure = rank, domain, rows, kinds, keys, facts
     for known_structure, declarations in tuple(_recent):
         if known_structure == structure:
             return declarations
     made = _columns(keys, rows, np.array(kinds, np.int64), rank, domain)
+    made = replace(made, facts=facts)
     _recent.append((structure, made))
     return made
+
+
+def _facts(
+    wrapped: Sequence[InnerTensor], shards: Sequence[Shard]
+) -> tuple[tuple[str, str], ...]:
+    """What the tensors say that others wrap. Raises ShardingError for keys with two meanings."""
+    owners = {shard.facts[0][0] for shard in wrapped}
+    inner = {shard.key for shard in wrapped}
+    for shard in shards:
+        if shard.key in owners or (
+            shard.key in inner and not isinstance(shard, InnerTensor)
+        ):
+            raise ShardingError(
+                f"{shard.key!r} is the key of a tensor, and of a tensor that wraps others or of a "
+                "part of one: give one of them another key"
+            )
+    facts = dict(fact for shard in wrapped for fact in shard.facts)
+    return tuple(facts.items())
 
 
 def _traits(shard: Shard) -> tuple[Any, ...] | None:

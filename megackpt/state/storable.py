@@ -194,10 +194,14 @@ def _foreign_tensor(data: torch.Tensor) -> str:
         )
     if data.is_nested or data.layout is not torch.strided:
         return ""
+    if hasattr(data, "__tensor_flatten__"):
+        return (
+            f"data is a {kind.__module__}.{kind.__qualname__}, which wraps other tensors by no "
+            "known rule; give one to megackpt.register_tensor_subclass, declare its tensors one "
+            "by one, or store data.dequantize() if it has that"
+        )
     if kind.dequantize is not torch.Tensor.dequantize:
         return f"quantized data (a {kind.__name__}) cannot be stored; store data.dequantize()"
-    if hasattr(data, "__tensor_flatten__"):
-        return f"data is a {kind.__name__}, which wraps other tensors; declare these one by one"
     return ""
 
 
@@ -215,6 +219,11 @@ def _refuse_sharded(x: Any) -> None:
         raise _Sharded(
             f"a {type(x).__name__} ({name!r}), which is lost there; only dicts and lists of a "
             "state are walked into"
+        )
+    if isinstance(x, torch.Tensor) and hasattr(type(x), "__tensor_flatten__"):
+        raise _Sharded(
+            f"a {type(x).__qualname__}, which wraps other tensors; "
+            "megackpt.sharded(state_dict) declares it"
         )
 
 

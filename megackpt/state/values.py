@@ -386,6 +386,21 @@ class ShardedTensorFactory(ShardedBase):
             raise ShardingError("; ".join(problems))
 
 
+@dataclass
+class FilledFactory(ShardedTensorFactory):
+    """State whose shards are views of ``data``. A load fills them, and returns ``data``."""
+
+    merge_fn: FactoryMergeFn = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.merge_fn = (
+            self._filled
+        )  # not a lambda: a deep copy returns the data of the copy
+
+    def _filled(self, _: Any) -> Any:
+        return self.data
+
+
 class PerRank:
     """A value that each rank has for itself and that is saved, such as the state of a generator.
 

@@ -10,9 +10,10 @@ reserved key ``COMMON_KEY`` and without dimensions.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -181,6 +182,8 @@ class Manifest:
         differing: keys of the tensors whose replicas differed when they were saved; see
             ``Strategy.on_mismatch``.
         milliseconds: how long the save took up to its commit; 0 if that is not known.
+        subclasses: key of a tensor that wraps others -> its record, as JSON; see
+            ``state.tensor_subclasses``.
         notes: for a save, the note of each rank in its WriteResult. The index does not have it.
         tables: the files without chunks that ``Backend.read_manifest`` read it from, but for
             ``metadata.json``. Our index does not have it: it names such files with their digests.
@@ -198,6 +201,7 @@ class Manifest:
     differing: tuple[str, ...] = ()
     milliseconds: int = 0
     notes: tuple[bytes, ...] = ()
+    subclasses: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -312,7 +316,19 @@ class TensorParts:
             files=tuple(whole.files[number] for number in used.tolist()),
             values=None,
             differing=(),
+            subclasses=(),
         )
+
+
+def inner_keys(subclasses: Iterable[tuple[str, str]]) -> set[str]:
+    """The keys of the tensors that the tensors of these records wrap."""
+    return {f"{key}.{name}" for key, text in subclasses for name in inner_names(text)}
+
+
+@lru_cache(maxsize=1024)
+def inner_names(record: str) -> tuple[str, ...]:
+    """The names of the inner tensors in a record."""
+    return tuple(json.loads(record)["inner"])
 
 
 def listed(

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megackpt.errors import ShardingError
 from megackpt.planning.box import Box, Boxes, Groups, Int64, group_equal
 
 OBJECT = "object"
@@ -272,7 +273,8 @@ class Declarations:
 
     ``flexible`` is ShardedTensor.allow_shape_mismatch. ``nbytes`` is the size of the shard's
     data, for objects a nominal one. ``domains`` numbers, for each rank in these columns, the
-    group of ranks in which one replica may be written for another.
+    group of ranks in which one replica may be written for another. ``facts`` are names and texts
+    on which all ranks must agree: the records of tensors that wrap others, and digests.
     """
 
     tensors: tuple[TensorEntry, ...]
@@ -284,6 +286,7 @@ class Declarations:
     nbytes: Int64
     rank: Int32
     domains: tuple[int, ...] = (0,)  # one for each rank, in rank order
+    facts: tuple[tuple[str, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.tensor)
@@ -406,4 +409,22 @@ class Declarations:
             joined([p.nbytes for p in parts], np.int64),
             joined([p.rank for p in parts], np.int32),
             tuple(d for p in parts for d in p.domains),
+            _agreed(parts) if any(p.facts for p in parts) else (),
         )
+
+
+def _agreed(
+    parts: Sequence[Declarations],
+) -> tuple[tuple[str, str], ...]:
+    """The facts of all ranks. Raises ShardingError where ranks contradict one another."""
+    known: dict[str, tuple[int, str]] = {}
+    for rank, part in enumerate(parts):
+        for name, text in part.facts:
+            first, said = known.setdefault(name, (rank, text))
+            if said != text:
+                raise ShardingError(
+                    f"{name}: rank {first} has {said}, and rank {rank} has {text}. Parts of one "
+                    "tensor must be quantised alike, and what they share must be equal: quantise "
+                    "the whole tensor and cut it, or give the parts keys of their own"
+                )
+    return tuple((name, text) for name, (_, text) in known.items())
