@@ -15,7 +15,7 @@ import importlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from megackpt.manager.optimizer_state import (
     local_tensor,
     stored_values,
 )
+from megackpt.planning.box import Box
 from megackpt.planning.manifest import (
     COMMON_KEY,
     Manifest,
@@ -71,7 +72,7 @@ _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 _OPTIMIZER = "optimizer"
 _TENSORS = "tensors of the optimizer"
-_NOTES = "adapters"
+NOTES = "adapters"
 """Key of the common state: the base, the settings of adapters, and what the caller adds."""
 _SETTINGS = (
     "peft_type",
@@ -127,7 +128,7 @@ def save_adapter(
     """
     adapted = _adapted(model, optimizer, check_base, process_group, options)
     notes = {"base": adapted.base, "settings": adapted.settings, "extra": extra}
-    state = adapted.declared() | {_NOTES: notes}
+    state = adapted.declared() | {NOTES: notes}
     if adapted.optimizer is not None:
         saved = {_OPTIMIZER: adapted.optimizer.saved()}
         state |= sharded(saved, among=adapted.among)
@@ -178,10 +179,10 @@ def load_adapter(
         )
     if found:
         raise NonfiniteValues(
-            f"{directory}: loaded tensors have NaN or infinite values: {_listed(found)}. Load an "
+            f"{directory}: loaded tensors have NaN or infinite values: {listed(found)}. Load an "
             "earlier checkpoint"
         )
-    return loaded.get(_NOTES, {}).get("extra")
+    return loaded.get(NOTES, {}).get("extra")
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ class _Adapted:
         configs: file -> content.
         settings: file -> those of _SETTINGS.
         frozen: name of a tensor of the base, without PEFT's parts -> tensor.
-        base: digests of these tensors.
+        base: digests of these tensors, if they are known.
     """
 
     base: dict[str, str] | None = None
@@ -267,7 +268,7 @@ class _Adapted:
         ]
         if trained:
             raise ShardingError(
-                f"parameters are trained that no adapter contains: {_listed(trained)}. Name their "
+                f"parameters are trained that no adapter contains: {listed(trained)}. Name their "
                 "modules in modules_to_save, or freeze them"
             )
         self.frozen = {
@@ -275,6 +276,9 @@ class _Adapted:
             for name, value in peft.get_base_model_state_dict(self.model).items()
             if isinstance(value, torch.Tensor) and _address(value) not in saved
         }
+        addresses, base = _bases.get(self.model, (None, None))
+        if addresses == self.stamps():
+            self.base = base
         if optimizer is not None:
             names = {id(value): name for name, value in held.items()}
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -287,12 +291,10 @@ class _Adapted:
 
     def stamps(self) -> list[Any]:
         """What differs after each change to the base: addresses and versions of its tensors."""
-        found: list[Any] = []
-        for name, tensor in self.frozen.items():
-            local = local_tensor(tensor)
-            version = 0 if local.is_inference() else local._version
-            found.append((name, local.data_ptr(), version))
-        return found
+        return [
+            (tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
+            for tensor in map(local_tensor, self.frozen.values())
+        ]
 
     def digests(self) -> dict[ShardId, int]:
         """The parts that this rank's shards of the base have in its digests."""
@@ -302,12 +304,7 @@ class _Adapted:
         rows = declare(shards, rank=0, saving=True).rows()
         for shard, row in zip(shards, rows, strict=True):
             entry = TensorEntry(shard.key, row.meta)
-            total = first = 0
-            for block in pieces(shard.data):
-                words = np.frombuffer(block, word_dtype(row.meta.itemsize))
-                total += digest_of(entry, row.shard.box, words, first=first)
-                first += len(words)
-            found[row.shard] = total
+            found[row.shard] = part_of_digest(entry, row.shard.box, shard.data)
         return found
 
     def compare(
@@ -317,16 +314,13 @@ class _Adapted:
         prefix = f"{_OPTIMIZER}."
         metas = {key: meta for key, meta in manifest.tensors if not meta.is_object}
         stored = {key for key in metas if not key.startswith(prefix)}
-        problems = []
-        for holder, keys in (
-            ("the checkpoint", self.tensors.keys() - stored),
-            ("the model", stored - self.tensors.keys()),
-        ):
-            if keys:
-                problems.append(f"{holder} lacks {_listed(sorted(keys))}")
+        problems = [
+            *lacking("the checkpoint", self.tensors.keys() - stored),
+            *lacking("the model", stored - self.tensors.keys()),
+        ]
         common = values.get(COMMON_KEY, {})
         try:
-            problems += self._differing(directory, **common.get(_NOTES, {}))
+            problems += self._differing(directory, **common.get(NOTES, {}))
         except (AttributeError, TypeError) as error:
             raise CorruptCheckpoint(
                 f"{directory}: notes on adapters: {error}"
@@ -356,17 +350,8 @@ class _Adapted:
                 problems.append(
                     f"{file} was saved with {before}, and the model has {own}"
                 )
-        if self.base is not None and base is None:
-            logger.warning("%s names no base: the base is not compared", directory)
-        elif self.base is not None:
-            names = [
-                n for n in {**self.base, **base} if self.base.get(n) != base.get(n)
-            ]
-            if names:
-                problems.append(
-                    f"another base was trained, of which {len(names)} of {len(base)} tensors "
-                    f"differ: {_listed(names)} (check_base=False does not compare it)"
-                )
+        if self.base is not None:
+            problems += differing(self.base, base, directory)
         return problems
 
     def load(self, loaded: Mapping[str, Any]) -> list[str]:
@@ -404,20 +389,50 @@ def _adapted(
         among = dist.get_process_group_ranks(process_group)
     with _group(process_group, options) as group:
         made = attempt(lambda: _Adapted(model, optimizer, among))
-
-        def is_known() -> bool:
-            adapted = made.get()
-            held = _bases.get(adapted.model)
-            return not check_base or (held is not None and held[0] == adapted.stamps())
-
-        known = group.reduce_broadcast("adapters", is_known, all)
+        known = group.reduce_broadcast(
+            "adapters", lambda: made.get().base is not None or not check_base, all
+        )
         adapted = made.get()
         if not known:
-            digests = group.reduce_broadcast("base", adapted.digests, _summed)
-            _bases[adapted.model] = adapted.stamps(), digests
-        if check_base:
-            adapted.base = _bases[adapted.model][1]
+            adapted.base = group.reduce_broadcast("base", adapted.digests, _summed)
+            _bases[adapted.model] = adapted.stamps(), adapted.base
+        if not check_base:
+            adapted.base = None
         return adapted
+
+
+def part_of_digest(entry: TensorEntry, box: Box, tensor: torch.Tensor) -> int:
+    """The part of a tensor's digest that a box of it has, whose elements are in ``tensor``."""
+    total = first = 0
+    for block in pieces(tensor):
+        words = np.frombuffer(block, word_dtype(entry.meta.itemsize))
+        total += digest_of(entry, box, words, first=first)
+        first += len(words)
+    return total
+
+
+def shown(digest: int) -> str:
+    return f"{digest % MODULUS:032x}"
+
+
+def lacking(holder: str, keys: Collection[str]) -> list[str]:
+    """A text for a message, if there are keys."""
+    return [f"{holder} lacks {listed(sorted(keys))}"] if keys else []
+
+
+def differing(
+    own: dict[str, str], stored: dict[str, str] | None, where: str
+) -> list[str]:
+    """A text for a message, if digests of a base differ from the stored ones of the same names."""
+    if stored is None:
+        logger.warning("%s names no base: the base is not compared", where)
+        return []
+    common = own.keys() & stored
+    names = [name for name in sorted(common) if own[name] != stored[name]]
+    if common and not names:
+        return []
+    text = f"{where} was trained on another base: {len(names)} of {len(own)} tensors differ"
+    return [f"{text}: {listed(names)} (check_base=False does not compare it)"]
 
 
 def _summed(parts: list[dict[ShardId, int]]) -> dict[str, str]:
@@ -431,12 +446,12 @@ def _summed(parts: list[dict[ShardId, int]]) -> dict[str, str]:
     ]
     if differing:
         raise ReplicaMismatch(
-            f"ranks have different bases: their values differ in {_listed(_union([differing]))}"
+            f"ranks have different bases: their values differ in {listed(_union([differing]))}"
         )
     total: defaultdict[str, int] = defaultdict(int)
     for shard, digest in shards.items():
         total[shard.key] += digest
-    return {key: f"{value % MODULUS:032x}" for key, value in total.items()}
+    return {key: shown(digest) for key, digest in total.items()}
 
 
 def import_peft() -> Any:
@@ -465,7 +480,7 @@ def names_of(model: Any, adapter: str, held: Mapping[str, Any]) -> dict[str, str
         names = import_peft().get_peft_model_state_dict(model, entries, adapter)
         computed = [key for key, name in names.items() if not isinstance(name, str)]
         if computed:
-            raise TypeError(f"it computes {_listed(computed)}")
+            raise TypeError(f"it computes {listed(computed)}")
     except (AttributeError, KeyError, TypeError) as error:
         kind = model.peft_config[adapter].peft_type
         raise ShardingError(
@@ -494,7 +509,7 @@ def _config(model: Any, config: Any) -> dict[str, Any]:
     return fields
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     return join_truncated(list(map(repr, names)), _NAMED, ", ")
 
 
