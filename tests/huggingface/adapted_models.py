@@ -10,6 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -30,6 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tokens": {"target_modules": ["o_proj"], "trainable_token_indices": [3, 60]},
     "embedding": {"target_modules": ["embed_tokens", "k_proj"]},
     "bias": {"target_modules": ["q_proj"], "bias": "all"},
+    "transposed": {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
     "parameters": {
         "target_modules": ["q_proj"],
         "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
@@ -50,14 +53,22 @@ def base(kind: str = "lora", dtype: torch.dtype = torch.float32) -> Any:
     if kind == "parameters":
         sizes |= {"num_local_experts": 4}
         return MixtralForCausalLM(MixtralConfig(**sizes)).to(dtype)
+    if kind == "transposed":
+        settings = GPT2Config(vocab_size=64, n_embd=48, n_layer=2, n_head=4)
+        return GPT2LMHeadModel(settings).to(dtype)
     sizes["attention_bias"] = kind == "bias"
     return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype)
 
 
-def adapted(kind: str = "lora", seed: int = 1, **changes: Any) -> Any:
+def adapted(
+    kind: str = "lora",
+    seed: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Any:
     """A model whose adapter has other values for each seed."""
     settings = {"r": 4, "lora_alpha": 9, **CONFIGS[kind], **changes}
-    model = get_peft_model(base(kind), LoraConfig(**settings))
+    model = get_peft_model(base(kind, dtype), LoraConfig(**settings))
     torch.manual_seed(seed)
     with torch.no_grad():
         for param in trained(model):
@@ -97,8 +108,14 @@ def shard(model: Any, mesh: DeviceMesh) -> Any:
     return model
 
 
-def opened(directory: str | Path, kind: str = "lora", name: str = "default") -> Any:
-    return PeftModel.from_pretrained(base(kind), str(directory), adapter_name=name)
+def opened(
+    directory: str | Path,
+    kind: str = "lora",
+    name: str = "default",
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    model = base(kind, dtype)
+    return PeftModel.from_pretrained(model, str(directory), adapter_name=name)
 
 
 def full(tensor: Any) -> torch.Tensor:

@@ -427,6 +427,23 @@ def test_a_killed_save_leaves_the_old_or_the_new(ranks: Ranks, tmp_path: Path) -
     alone(ranks, saves_until_killed, tmp_path)
 
 
+def runs_the_page(folder: str) -> None:
+    from tests.test_docs import ROOT, blocks
+
+    os.chdir(folder)
+    train, merge = (block.text for block in blocks(ROOT / "docs/adapters.md", "python"))
+    for _ in range(2):
+        values: dict[str, Any] = {}
+        exec(train, values)  # noqa: S102 - the code of our own page
+    assert values["first"] == 4
+    exec(merge, values)  # noqa: S102
+    assert Path("merged/config.json").exists()
+
+
+def test_the_page_runs(ranks: Ranks, tmp_path: Path) -> None:
+    alone(ranks, runs_the_page, tmp_path)
+
+
 def test_peft_is_imported_when_it_is_used() -> None:
     program = (
         "import sys, torch, megackpt.huggingface.peft as adapters\n"
