@@ -126,12 +126,10 @@ def save_adapter(
         BackendError: PEFT is not installed.
         Exception: see ``megackpt.save``.
     """
-    adapted = _adapted(model, optimizer, check_base, process_group, options)
+    adapted = _adapted(model, optimizer, check_base, process_group, options, True)
     notes = {"base": adapted.base, "settings": adapted.settings, "extra": extra}
     state = adapted.declared() | {NOTES: notes}
-    if adapted.optimizer is not None:
-        saved = {_OPTIMIZER: adapted.optimizer.saved()}
-        state |= sharded(saved, among=adapted.among)
+    state |= sharded(adapted.saved, among=adapted.among)
     strategy = as_strategy(AdapterFiles(configs=adapted.configs))
     strategy = replace(strategy, audit="full", check_values="raise")
     return save(state, directory, strategy, process_group=process_group, **options)
@@ -234,12 +232,15 @@ class _Adapted:
         settings: file -> those of _SETTINGS.
         frozen: name of a tensor of the base, without PEFT's parts -> tensor.
         base: digests of these tensors, if they are known.
+        saved: the state of the optimizer, for a save.
     """
 
     base: dict[str, str] | None = None
     optimizer: NamedOptimizer | None = None
 
-    def __init__(self, model: Module, optimizer: Optimizer | None, among: Any) -> None:
+    def __init__(
+        self, model: Module, optimizer: Optimizer | None, among: Any, saving: bool
+    ) -> None:
         peft = import_peft()
         self.among = among
         self.model = _unwrapped(model, peft)
@@ -249,8 +250,10 @@ class _Adapted:
         held = self.model.state_dict(keep_vars=True)
         for adapter, config in self.model.peft_config.items():
             folder = f"{adapter}/"
-            if adapter in ("", ".", "..") or "/" in adapter:
-                raise ShardingError(f"{adapter!r}: an adapter has the name of a folder")
+            if "/" in adapter:
+                raise ShardingError(
+                    f"the adapter {adapter!r} needs the name of a folder"
+                )
             if adapter == "default":
                 folder = ""
             fields = _config(self.model, config)
@@ -285,6 +288,9 @@ class _Adapted:
             if not names.keys() >= set(map(id, params)):
                 raise ShardingError("the optimizer has parameters of another model")
             self.optimizer = NamedOptimizer(_OPTIMIZER, optimizer, "model", names)
+        self.saved: dict[str, Any] = {}
+        if saving and self.optimizer is not None:
+            self.saved = {_OPTIMIZER: self.optimizer.saved()}
 
     def declared(self) -> ShardedStateDict:
         return sharded({**self.tensors}, among=self.among)
@@ -382,13 +388,14 @@ def _adapted(
     check_base: bool,
     process_group: GroupLike,
     options: Mapping[str, Any],
+    saving: bool = False,
 ) -> _Adapted:
     """The model on this rank, with digests of its base; collective."""
     among = None
     if isinstance(process_group, dist.ProcessGroup):
         among = dist.get_process_group_ranks(process_group)
     with _group(process_group, options) as group:
-        made = attempt(lambda: _Adapted(model, optimizer, among))
+        made = attempt(lambda: _Adapted(model, optimizer, among, saving))
         known = group.reduce_broadcast(
             "adapters", lambda: made.get().base is not None or not check_base, all
         )
@@ -421,15 +428,14 @@ def lacking(holder: str, keys: Collection[str]) -> list[str]:
 
 
 def differing(
-    own: dict[str, str], stored: dict[str, str] | None, where: str
+    own: Mapping[str, str], stored: Mapping[str, str] | None, where: str
 ) -> list[str]:
-    """A text for a message, if digests of a base differ from the stored ones of the same names."""
+    """A text for a message, if digests of a base differ from the stored ones."""
     if stored is None:
         logger.warning("%s names no base: the base is not compared", where)
         return []
-    common = own.keys() & stored
-    names = [name for name in sorted(common) if own[name] != stored[name]]
-    if common and not names:
+    names = [n for n in sorted({*own, *stored}) if own.get(n) != stored.get(n)]
+    if not names:
         return []
     text = f"{where} was trained on another base: {len(names)} of {len(own)} tensors differ"
     return [f"{text}: {listed(names)} (check_base=False does not compare it)"]

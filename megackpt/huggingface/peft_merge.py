@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 
 from megackpt.backends.base import Properties, ReadOnlyBackend, Target
-from megackpt.checkpoint import Opened, as_read_by, open_checkpoint
+from megackpt.checkpoint import Opened, absolute, as_read_by, open_checkpoint
 from megackpt.converter.conversion import Conversion, ConversionOptions, Converted
 from megackpt.converter.selection import Selection
 from megackpt.errors import MismatchError
@@ -81,13 +81,17 @@ def merge_adapter(
     base, adapter = open_checkpoint(base_directory), open_checkpoint(adapter_directory)
     entries = Selection(state=False).entries(base.manifest)
     if check_base:
+        notes = load_common_state_dict(adapter_directory).get(NOTES, {})
+        stored = notes.get("base")
         digests = {}
         for entry in entries.values():
-            whole = Box.whole(entry.meta.shape)
-            digest = part_of_digest(entry, whole, _tensor(base, entry.key))
-            digests[entry.key] = shown(digest)
-        notes = load_common_state_dict(adapter_directory).get(NOTES, {})
-        problems = differing(digests, notes.get("base"), str(adapter_directory))
+            if entry.key in (stored or ()):
+                whole = Box.whole(entry.meta.shape)
+                digest = part_of_digest(entry, whole, _tensor(base, entry.key))
+                digests[entry.key] = shown(digest)
+        if digests:  # files lack tied tensors
+            stored = {key: stored[key] for key in digests}
+        problems = differing(digests, stored, str(adapter_directory))
         if problems:
             raise MismatchError(f"{base.storage.called}: {problems[0]}")
     files, settings = read_config(str(base_directory))
@@ -99,17 +103,28 @@ def merge_adapter(
             "it by PEFT, with path_initial_model_for_weight_conversion"
         )
     if model is None:
-        transformers = importlib.import_module("transformers")
-        with torch.device("meta"):
-            made = transformers.AutoConfig.for_model(**settings)
-            model = getattr(transformers, settings["architectures"][0])(made)
+        model = _skeleton(settings, str(base_directory))
     tuned = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     manifest = replace(base.manifest, encoding="native")
     opened = replace(base, backend=_Merging(base, adapter, tuned), manifest=manifest)
     options = ConversionOptions(max_memory=sys.maxsize, workers=1, resume=False)
     source, backend = base.storage.location, resolve(to).make_writer()
     conversion = Conversion(opened, source, entries, backend, None, options, files)
-    return conversion.run(str(target), overwrite)
+    return conversion.run(absolute(target), overwrite)
+
+
+def _skeleton(settings: Mapping[str, Any], where: str) -> Any:
+    """The model of a configuration of transformers, on the meta device."""
+    try:
+        transformers = importlib.import_module("transformers")
+        with torch.device("meta"):
+            config = transformers.AutoConfig.for_model(**settings)
+            return getattr(transformers, settings["architectures"][0])(config)
+    except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
+        raise MismatchError(
+            f"{where}: no class of transformers for its config.json: {error!r}. Give the model, on "
+            "the meta device, as model="
+        ) from error
 
 
 class _Merging(ReadOnlyBackend):

@@ -344,6 +344,15 @@ def refuses_what_differs(folder: str) -> None:
         with fails(megackpt.MismatchError, *texts):
             load_adapter(other, folder)
         assert all(map(torch.equal, values, other.parameters()))
+    # A base with one layer more, which the adapter does not touch.
+    larger = adapted("lora", layers_to_transform=[0, 1])
+    save_adapter(larger, f"{folder}/layers")
+    layers = larger.get_base_model().model.layers
+    layers.append(adapted("modules_to_save").get_base_model().model.layers[0])
+    for param in layers[2].parameters():
+        param.requires_grad_(False)
+    with fails(megackpt.MismatchError, "another base", "layers.2"):
+        load_adapter(larger, f"{folder}/layers")
     # miles #2516: moments were lost.
     with fails(megackpt.MismatchError, "optimizer", "no list of parameter groups"):
         load_adapter(model, folder, adam(model))
@@ -427,21 +436,21 @@ def test_a_killed_save_leaves_the_old_or_the_new(ranks: Ranks, tmp_path: Path) -
     alone(ranks, saves_until_killed, tmp_path)
 
 
-def runs_the_page(folder: str) -> None:
+def runs_the_page(folder: str, number: int, first: int) -> None:
     from tests.test_docs import ROOT, blocks
 
     os.chdir(folder)
-    train, merge = (block.text for block in blocks(ROOT / "docs/adapters.md", "python"))
-    for _ in range(2):
-        values: dict[str, Any] = {}
-        exec(train, values)  # noqa: S102 - the code of our own page
-    assert values["first"] == 4
-    exec(merge, values)  # noqa: S102
-    assert Path("merged/config.json").exists()
+    program = blocks(ROOT / "docs" / "adapters.md", "python")[number].text
+    values: dict[str, Any] = {}
+    exec(program, values)  # noqa: S102 - the code of our own page
+    assert values.get("first", first) == first
 
 
 def test_the_page_runs(ranks: Ranks, tmp_path: Path) -> None:
-    alone(ranks, runs_the_page, tmp_path)
+    for count, first in ((2, 0), (1, 4), (2, 8)):
+        ranks(runs_the_page, count, tmp_path, 0, first, init=False, timeout=120)
+    alone(ranks, runs_the_page, tmp_path, 1, 0)
+    assert (tmp_path / "merged" / "config.json").exists()
 
 
 def test_peft_is_imported_when_it_is_used() -> None:
