@@ -64,7 +64,7 @@ from megackpt.saver.save_operation import save
 from megackpt.staging.source import pieces
 from megackpt.state import ShardedStateDict, declare, extract
 from megackpt.storage import Storage
-from megackpt.strategies import as_strategy
+from megackpt.strategies import CheckValues, as_strategy
 
 logger = logging.getLogger("megackpt.huggingface")
 
@@ -97,6 +97,7 @@ def save_adapter(
     *,
     extra: Any = None,
     check_base: bool = True,
+    check_values: CheckValues = "raise",
     process_group: GroupLike = None,
     **options: Any,
 ) -> AsyncRequest | None:
@@ -116,6 +117,7 @@ def save_adapter(
         extra: small values that ``load_adapter`` returns, such as the state of a scheduler.
         check_base: store digests of the base. They are computed once, as long as the base does
             not change. False: no load can recognise another base.
+        check_values: see ``Strategy``.
         options: of ``megackpt.save``, such as ``async_sharded_save=True``.
 
     Raises:
@@ -131,7 +133,7 @@ def save_adapter(
     state = adapted.declared() | {NOTES: notes}
     state |= sharded(adapted.saved, among=adapted.among)
     strategy = as_strategy(AdapterFiles(configs=adapted.configs))
-    strategy = replace(strategy, audit="full", check_values="raise")
+    strategy = replace(strategy, audit="full", check_values=check_values)
     return save(state, directory, strategy, process_group=process_group, **options)
 
 

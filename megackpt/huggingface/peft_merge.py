@@ -22,7 +22,7 @@ from megackpt.backends.base import Properties, ReadOnlyBackend, Target
 from megackpt.checkpoint import Opened, absolute, as_read_by, open_checkpoint
 from megackpt.converter.conversion import Conversion, ConversionOptions, Converted
 from megackpt.converter.selection import Selection
-from megackpt.errors import MismatchError
+from megackpt.errors import CorruptCheckpoint, MismatchError
 from megackpt.huggingface.export import read_config
 from megackpt.huggingface.peft import (
     NOTES,
@@ -81,19 +81,7 @@ def merge_adapter(
     base, adapter = open_checkpoint(base_directory), open_checkpoint(adapter_directory)
     entries = Selection(state=False).entries(base.manifest)
     if check_base:
-        notes = load_common_state_dict(adapter_directory).get(NOTES, {})
-        stored = notes.get("base")
-        digests = {}
-        for entry in entries.values():
-            if entry.key in (stored or ()):
-                whole = Box.whole(entry.meta.shape)
-                digest = part_of_digest(entry, whole, _tensor(base, entry.key))
-                digests[entry.key] = shown(digest)
-        if digests:  # files lack tied tensors
-            stored = {key: stored[key] for key in digests}
-        problems = differing(digests, stored, str(adapter_directory))
-        if problems:
-            raise MismatchError(f"{base.storage.called}: {problems[0]}")
+        _check_base(base, str(adapter_directory))
     files, settings = read_config(str(base_directory))
     config = peft.PeftConfig.from_pretrained(str(adapter_directory))
     start = getattr(config, "init_lora_weights", True)
@@ -125,6 +113,26 @@ def _skeleton(settings: Mapping[str, Any], where: str) -> Any:
             f"{where}: no class of transformers for its config.json: {error!r}. Give the model, on "
             "the meta device, as model="
         ) from error
+
+
+def _check_base(base: Opened, adapter: str) -> None:
+    """Read the tensors of a base that the adapter names, one at a time, and compare them."""
+    digests = {}
+    problems = []
+    try:
+        stored = load_common_state_dict(adapter).get(NOTES, {}).get("base")
+        for entry in base.manifest.tensors:
+            if entry.key in (stored or ()):
+                whole = Box.whole(entry.meta.shape)
+                digest = part_of_digest(entry, whole, _tensor(base, entry.key))
+                digests[entry.key] = shown(digest)
+        if digests:  # files lack tied tensors
+            stored = {key: stored[key] for key in digests}
+        problems = differing(digests, stored, adapter)
+    except (AttributeError, TypeError) as error:
+        raise CorruptCheckpoint(f"{adapter}: notes on adapters: {error}") from error
+    if problems:
+        raise MismatchError(f"{base.storage.called}: {problems[0]}")
 
 
 class _Merging(ReadOnlyBackend):

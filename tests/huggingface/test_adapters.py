@@ -135,6 +135,35 @@ def test_little_more_than_the_trained_bytes_is_written(
     alone(ranks, saves_little, tmp_path)
 
 
+def refuses_hostile_notes(folder: str) -> None:
+    import shutil
+
+    from peft import get_peft_model_state_dict
+
+    from megackpt.huggingface.peft import AdapterFiles, load_adapter, save_adapter
+    from megackpt.huggingface.peft_merge import merge_adapter
+    from tests.huggingface.adapted_models import adapted, base
+
+    model = adapted()
+    save_adapter(model, f"{folder}/intact")
+    base().save_pretrained(f"{folder}/base")
+    tensors = get_peft_model_state_dict(model)
+    for number, notes in enumerate((3, {"base": 7}, {"base": [1]}, {"directory": ""})):
+        directory = f"{folder}/{number}"
+        state = megackpt.sharded({**tensors}) | {"adapters": notes}
+        megackpt.save(state, directory, AdapterFiles(configs={}))
+        shutil.copy(f"{folder}/intact/adapter_config.json", directory)
+        with fails(megackpt.CorruptCheckpoint, "notes on adapters"):
+            load_adapter(model, directory)
+        if "directory" not in str(notes):
+            with fails(megackpt.CorruptCheckpoint, "notes on adapters"):
+                merge_adapter(f"{folder}/base", directory, f"{folder}/merged")
+
+
+def test_notes_of_wrong_types_are_damage(ranks: Ranks, tmp_path: Path) -> None:
+    alone(ranks, refuses_hostile_notes, tmp_path)
+
+
 # ---- Training goes on
 
 
@@ -384,6 +413,7 @@ def refuses_what_differs(folder: str) -> None:
     optimizer.state[param]["exp_avg"].fill_(torch.nan)
     with fails(megackpt.NonfiniteValues, "exp_avg"):
         save_adapter(model, folder, optimizer)
+    save_adapter(model, f"{folder}/noted", optimizer, check_values="note")
     load_adapter(model, folder, optimizer)
     assert optimizer.state[param]["exp_avg"].isfinite().all()
     with torch.no_grad():
