@@ -58,8 +58,14 @@ def merges_as_peft(kind: str, dtype: str, folder: str) -> None:
         assert torch.equal(model(tokens).logits, stock(tokens).logits)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [*KINDS, "transposed"])
+HALF = ("dora", "embedding", "modules_to_save")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, "float32") for kind in (*KINDS, "transposed")]
+    + [(kind, "bfloat16") for kind in HALF],
+)
 def test_merged_values_are_equal_to_pefts(
     kind: str, dtype: str, ranks: Ranks, tmp_path: Path
 ) -> None:
