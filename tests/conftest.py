@@ -167,7 +167,8 @@ def note() -> Callable[..., None]:
 class Parent:
     """A process that has imported torch and forks ranks (launch.py), started when it is first asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Path = LAUNCH) -> None:
+        self._script = script
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(
@@ -181,7 +182,7 @@ class Parent:
         """The ranks' exit codes (None: killed after ``timeout`` seconds). Their output is in ``folder``."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", str(LAUNCH)],
+                [sys.executable, "-X", "faulthandler", str(self._script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=shared,

@@ -28,7 +28,7 @@ from megackpt.backends.ranges import read_raw
 from megackpt.checkpoint import Opened
 from megackpt.deltas.chain import Version, chain_of
 from megackpt.deltas.codec import Bits, Changes, Encoded, decode
-from megackpt.deltas.pieces import change, in_words, word_dtype, words
+from megackpt.deltas.pieces import change, words
 from megackpt.errors import (
     BackendError,
     CorruptCheckpoint,
@@ -47,6 +47,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     itemsizes,
 )
+from megackpt.planning.tensor_digest import in_words, word_dtype
 from megackpt.storage import Storage
 
 PIECE_BYTES = 16 << 20

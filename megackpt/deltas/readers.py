@@ -44,14 +44,7 @@ from megackpt.deltas.chain import (
 )
 from megackpt.deltas.codec import Bits, Changes
 from megackpt.deltas.delta_format import Pieces
-from megackpt.deltas.pieces import (
-    digest_of,
-    flat_indices,
-    in_words,
-    word_dtype,
-    words,
-)
-from megackpt.deltas.tensor_digest import MODULUS
+from megackpt.deltas.pieces import words
 from megackpt.distributed import DEFAULT_TIMEOUT
 from megackpt.errors import (
     CorruptCheckpoint,
@@ -69,6 +62,13 @@ from megackpt.planning.manifest import (
     Manifest,
     digest_rows,
     itemsizes,
+)
+from megackpt.planning.tensor_digest import (
+    MODULUS,
+    digest_of,
+    flat_indices,
+    in_words,
+    word_dtype,
 )
 from megackpt.state.storable import dtype_named
 from megackpt.storage import (

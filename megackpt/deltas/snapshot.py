@@ -31,8 +31,6 @@ from megackpt.backends.torch_dist import TorchDist
 from megackpt.deltas.chain import VERSION_FILE, Version, version_file
 from megackpt.deltas.codec import Bits, Encoded, encode, update
 from megackpt.deltas.delta_format import PIECE_BYTES, DeltaReading
-from megackpt.deltas.pieces import digest_of, word_dtype
-from megackpt.deltas.tensor_digest import MODULUS
 from megackpt.errors import CorruptCheckpoint, MismatchError, join_truncated
 from megackpt.loader.regions import Regions
 from megackpt.planning.manifest import (
@@ -44,6 +42,7 @@ from megackpt.planning.manifest import (
     WriteItem,
     WriteResult,
 )
+from megackpt.planning.tensor_digest import MODULUS, digest_of, word_dtype
 from megackpt.storage import Storage, digest_blocks
 
 

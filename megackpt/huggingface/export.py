@@ -106,7 +106,7 @@ def export_huggingface(
     if config is None:
         files, settings = _stored_files(source)
     else:
-        files, settings = _read_config(config)
+        files, settings = read_config(config)
     if table is None:
         # An option that is given twice is a TypeError.
         chosen = ExportOptions(
@@ -170,7 +170,7 @@ def _stored_files(
         raise CorruptCheckpoint(f"{source}: its config.json: {error}") from error
 
 
-def _read_config(
+def read_config(
     config: object,
 ) -> tuple[dict[str, bytes], Mapping[str, Any]]:
     """Return the small files to export, and the settings in ``config.json``."""

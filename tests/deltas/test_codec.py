@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from megackpt.deltas.codec import Encoded, apply, decode, encode, update
-from megackpt.deltas.tensor_digest import MODULUS, digest, key_of
 from megackpt.errors import CorruptCheckpoint
+from megackpt.planning.tensor_digest import MODULUS, digest, key_of
 from tests.test_docs import ROOT, blocks
 
 DTYPES = ["<u1", "<u2", "<u4", "<u8"]

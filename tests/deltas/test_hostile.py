@@ -17,11 +17,10 @@ from megackpt.checkpoint.index import INDEX, decode_index, encode_index
 from megackpt.cli.compare import compare
 from megackpt.deltas import WeightPublisher
 from megackpt.deltas.chain import VERSION_FILE, latest, open_version, path_of
-from megackpt.deltas.pieces import digest_of
-from megackpt.deltas.tensor_digest import MODULUS
 from megackpt.errors import CorruptCheckpoint, MismatchError, ShardingError
 from megackpt.planning.box import Box
 from megackpt.planning.manifest import TensorEntry, TensorMeta
+from megackpt.planning.tensor_digest import MODULUS, digest_of
 from megackpt.storage import digest as bytes_digest
 from megackpt.testing import ThreadedGroup
 from tests.bits import assert_same

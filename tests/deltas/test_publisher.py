@@ -15,7 +15,6 @@ from megackpt import ShardedTensor
 from megackpt.backends.torch_dist import distcp_writer
 from megackpt.deltas import WeightPublisher, snapshot
 from megackpt.deltas.chain import latest, open_version, path_of, versions
-from megackpt.deltas.tensor_digest import digest, key_of
 from megackpt.errors import (
     CheckpointExists,
     CheckpointingException,
@@ -26,6 +25,7 @@ from megackpt.errors import (
 )
 from megackpt.huggingface import Fuse, Padded
 from megackpt.planning.manifest import ITEMSIZE
+from megackpt.planning.tensor_digest import digest, key_of
 from megackpt.testing import ThreadedGroup
 from tests.bits import assert_same, bits
 
