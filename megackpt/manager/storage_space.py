@@ -10,6 +10,8 @@ from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 
+import torch
+
 from megackpt.adapters.megatron import from_megatron
 from megackpt.checkpoint.run_directory import list_run
 from megackpt.distributed import GroupLike, attempt, coordinates, group_over
@@ -188,21 +190,21 @@ def _writes_all(strategy: StrategyLike) -> bool:
 
 
 def _bytes_to_write(state: ShardedStateDict, rank: int) -> int:
-    """Bytes of the tensors whose main replicas are on this rank: at least these are written.
+    """Bytes of the plain tensors whose main replicas are on this rank: a save writes these.
 
-    Replicas without numbers count on rank 0 only.
+    Replicas without numbers count on rank 0 only. A tensor that wraps others may need less.
     """
     total = 0
     for _, leaf in walk(state):
         shard = from_megatron(leaf)
         if not isinstance(shard, ShardedBase):
-            is_counted = rank == 0
-            data = shard
-        else:
-            is_counted = is_main_replica(shard.replica_id) or (
-                rank == 0 and is_unnumbered(shard.replica_id)
-            )
-            data = shard.data
-        if is_counted:
-            total += getattr(data, "nbytes", 0)
+            continue
+        is_written = is_main_replica(shard.replica_id)
+        if rank == 0:
+            is_written |= is_unnumbered(shard.replica_id)
+        data = shard.data
+        is_plain = type(data) in (torch.Tensor, torch.nn.Parameter)
+        # A save refuses sparse tensors, which have no size in bytes.
+        if is_written and is_plain and data.layout is torch.strided:
+            total += data.nbytes
     return total

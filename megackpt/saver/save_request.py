@@ -124,13 +124,7 @@ class SaveRequest:
             check_size(extracted.common, path)
         common: dict[Any, Any] = tree.dict_list_map_outplace(_compact, extracted.common)
         if content_metadata is not None:
-            if not isinstance(content_metadata, Mapping):
-                raise ShardingError(
-                    f"content_metadata must be a dict, not {content_metadata!r}"
-                )
-            stored = dict(content_metadata)
-            stored.pop("dp_cp_group", None)  # Megatron's process group
-            common[CONTENT_METADATA] = stored
+            common[CONTENT_METADATA] = _stored_metadata(content_metadata)
         backend = resolved.make_writer()
         # An indexed format stores an empty common state, too.
         has_common = backend.properties.indexed or bool(common)
@@ -149,11 +143,9 @@ class SaveRequest:
         policy = SavePolicy(balance=resolved.balance)
         named = f"{backend.properties.name} {backend.properties.version}"
         reuse = None
-        folders: tuple[str, ...] = ()
         if resolved.reuse_unchanged:
             named += " with reuse_unchanged"
             reuse = Reuse({*resolved.frozen}, resolved.reuse_from, [])
-            folders = (UNCHANGED,)
         audit = AuditPolicy(
             resolved.audit,
             resolved.audit_every,
@@ -194,7 +186,7 @@ class SaveRequest:
             blobs={},
             untrusted=[],
             reuse=reuse,
-            folders=folders,
+            folders=() if reuse is None else (UNCHANGED,),
         )
         made._pickle_objects()
         return made
@@ -301,6 +293,14 @@ class SaveRequest:
         shard = cast(ShardedObject, self.shards[row])
         values = [self.shards[i].data for i in self.objects[row]]
         return f"the object {shard.unique_key!r}", bundled(shard, values)
+
+
+def _stored_metadata(metadata: Any) -> dict[str, Any]:
+    if not isinstance(metadata, Mapping):
+        raise ShardingError(f"content_metadata must be a dict, not {metadata!r}")
+    stored = dict(metadata)
+    stored.pop("dp_cp_group", None)  # Megatron's process group
+    return stored
 
 
 def digest_number(data: bytes) -> int:
