@@ -57,8 +57,8 @@ $(PEERS): Makefile | $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/lightning lightning==2.6.6 lightning-utilities==0.15.3 \
 	    torchmetrics==1.9.0 tqdm==4.70.1
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/accelerate accelerate==1.15.0
-	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/peft peft==0.21.2 psutil==7.2.2
-	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchao torchao==0.18.0
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/peft-0.21.2 peft==0.21.2 psutil==7.2.2
+	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchao-0.18.0 torchao==0.18.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torchdata torchdata==0.11.0
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/nvrx nvidia-resiliency-ext==0.4.1
 	@$(BIN)/python -m pip install --quiet --no-deps --target .peers/torch_checkpointing torch-checkpointing==0.1.1

@@ -63,13 +63,17 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         (PEERS / "huggingface").is_dir,
         'transformers is missing: "make peers"',
     ),
+    # transformers takes a folder named peft for PEFT itself.
+    "peft": (
+        (PEERS / "peft-0.21.2").is_dir,
+        'PEFT is missing: "make peers" installs it',
+    ),
+    "torchao": ((PEERS / "torchao-0.18.0").is_dir, 'torchao is missing: "make peers"'),
     **{
         name: ((PEERS / name).is_dir, f'{name} is missing: "make peers" installs it')
         for name in (
             "lightning",
             "accelerate",
-            "peft",
-            "torchao",
             "torchtitan",
             "torchdata",
             "nvrx",

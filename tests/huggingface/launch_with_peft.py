@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-for peer in ("accelerate", "huggingface", "peft"):
+for peer in ("accelerate", "huggingface", "peft-0.21.2"):
     sys.path.insert(0, str(ROOT / ".peers" / peer))
 sys.path.insert(0, str(ROOT))
 

@@ -14,7 +14,7 @@ from tests.conftest import PEERS
 @pytest.fixture(scope="session")
 def tensors() -> Iterator[ModuleType]:
     """The module ``torchao_tensors``."""
-    path = str(PEERS / "torchao")
+    path = str(PEERS / "torchao-0.18.0")
     sys.path.append(path)
     from tests.low_precision import torchao_tensors
 

@@ -227,7 +227,7 @@ def test_a_record_of_an_attacker_runs_nothing(tmp_path: Path) -> None:
 def test_dtensors_of_torchaos_tensors(
     ranks: Ranks, tmp_path: Path, tensors: ModuleType
 ) -> None:
-    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS / "torchao")])}
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PEERS / "torchao-0.18.0")])}
     for name in ("float8 by block", "mxfp8 swizzled"):
         ranks(save_dtensors, 2, name, tmp_path / name, env=env)
         ranks(load_dtensors, 4, name, tmp_path / name, env=env)
