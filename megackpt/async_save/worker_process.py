@@ -163,14 +163,38 @@ class WorkerProcess:
         self.process.returncode = 0  # so that Popen does not wait for it
 
 
-def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
+def start_detached(module: str, argument: str) -> int:
+    """Start ``module.main(argument)`` in a process that outlives this one. Returns its id.
+
+    It has a session of its own, and no output. Raises OSError where it cannot be started.
+    """
+    code = f"import sys; sys.path[:] = {_path()!r}; from {module} import main; "
+    code += f"main({argument!r})"
+    null = subprocess.DEVNULL
+    with start_lock:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            start_new_session=True,
+        )
+    # Nobody asks for its status; an object that is deleted would warn that it runs.
+    process.returncode = 0
+    return process.pid
+
+
+def _path() -> list[str]:
     # Python itself ignores entries of sys.path that are not strings.
     entries: list[object] = [*sys.path]
-    path = [str.__str__(entry) for entry in entries if isinstance(entry, str)]
+    return [str.__str__(entry) for entry in entries if isinstance(entry, str)]
+
+
+def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
     # The descriptor may be 0, 1 or 2 where this process has no standard streams.
     passed = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     code = _CODE.format(
-        path=path, fd=passed, parent=os.getpid(), low_priority=low_priority
+        path=_path(), fd=passed, parent=os.getpid(), low_priority=low_priority
     )
     output = subprocess.DEVNULL
     # In a process that began without standard error, descriptor 2 may be any file by now.

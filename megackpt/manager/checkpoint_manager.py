@@ -19,7 +19,6 @@ from typing import Any, Literal, Never, Self
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.checkpoint import absolute
 from megackpt.checkpoint.run_directory import (
-    TRACKERS,
     NamingStyle,
     Restored,
     SaveStatus,
@@ -42,6 +41,8 @@ from megackpt.loader.comparison import KeyMap, Transform
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.local.checkpoints import LocalCheckpoints
+from megackpt.manager.local.drain import DrainStatus, drain_settings
+from megackpt.manager.local.saves import Due
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.restorer import Found, Restorer, find_best, find_latest
 from megackpt.manager.retention import Retention
@@ -55,10 +56,11 @@ from megackpt.manager.stateful import (
 from megackpt.option_names import refuse_options
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
+from megackpt.saver.deferred_save import plan_deferred
 from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
-from megackpt.storage import Advance, Executor, root_at
-from megackpt.strategies import StrategyLike
+from megackpt.storage import Advance, Executor
+from megackpt.strategies import StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -162,9 +164,20 @@ class CheckpointManager(SaveDecisions):
             staging_bytes = 0
         self._queue = queue(self._worker == "process", staging_bytes=staging_bytes)
         self._local = None
+        self._drain = None
         if local is not None:
+            if local.drain:
+                self._drain = drain_settings(
+                    self.root, local, naming, rules, strategy, timeout
+                )
             self._local = LocalCheckpoints(
-                local, self.root, strategy, process_group, timeout, queue()
+                local,
+                self.root,
+                strategy,
+                process_group,
+                timeout,
+                queue(),
+                self._drain,
             )
         self._restorer = Restorer(self._retention, process_group, timeout, self._local)
         self._finalized_steps: list[int] = []
@@ -180,6 +193,24 @@ class CheckpointManager(SaveDecisions):
         if self._local is not None:
             failed += self._local.failed_saves
         return failed
+
+    @property
+    def durable_step(self) -> int | None:
+        """The newest step that was drained into the storage; None if there is none.
+
+        From ``LocalTier(drain=True)`` on this host, which knows it a moment after the commit. This
+        does not touch the storage. ValueError without such a tier.
+        """
+        return self.drain_status.durable_step
+
+    @property
+    def drain_status(self) -> DrainStatus:
+        """What the agent of this host says: what waits, since when, and why. See docs/tiers.md."""
+        if self._local is None or self._drain is None:
+            raise ValueError(
+                "this manager drains nothing: give local=LocalTier(drain=True)"
+            )
+        return self._local.status()
 
     def path(self, step: int) -> str:
         """The path or URL of the checkpoint of a step."""
@@ -236,16 +267,26 @@ class CheckpointManager(SaveDecisions):
         self._ask("keep_fn", self._retention.rules.keep_fn, step)
         stateful = StatefulObjects(objects, self._process_group, _OPTIONS)
         state = stateful.declare(sharded_state_dict)
+        given = preprocess_common_before_consistancy_check
+        comparable = partial(with_digests, state, stateful.plain, given)
+        stored: dict[str, Any] = {
+            "content_metadata": content_metadata,
+            "allow_large_common_state": allow_large_common_state,
+        }
+        options: dict[str, Any] = {
+            **stored,
+            "process_group": self._process_group,
+            "timeout": self._timeout,
+            "validate_access_integrity": validate_access_integrity,
+            "preprocess_common_before_consistancy_check": comparable,
+        }
+        path = self.path(step)
         local = Attempt[None](None)
         if self._local is not None:
-            write = partial(
-                self._local.save,
-                step,
-                state,
-                asynchronous,
-                content_metadata=content_metadata,
-                allow_large_common_state=allow_large_common_state,
-            )
+            write = partial(self._local.save, step, state, asynchronous, **stored)
+            if self._drain is not None:
+                self._save_to_drain(step, state, options, (overwrite, numbers), write)
+                return None
             # An error on the hosts is raised after the save in the storage.
             local = attempt(write)
             # Who saves the step again, without asking, wants it in the storage.
@@ -258,9 +299,6 @@ class CheckpointManager(SaveDecisions):
         self._last_save_began = time.monotonic()
         is_coordinator = coordinates(self._process_group)
         committed = partial(self._on_commit, step, is_coordinator, numbers)
-        path = self.path(step)
-        given = preprocess_common_before_consistancy_check
-        comparable = partial(with_digests, state, stateful.plain, given)
         try:
             if self._local is not None:
                 self._local.before_storage(step)
@@ -269,14 +307,9 @@ class CheckpointManager(SaveDecisions):
                 path,
                 self._strategy,
                 async_sharded_save=asynchronous,
-                process_group=self._process_group,
-                timeout=self._timeout,
-                validate_access_integrity=validate_access_integrity,
-                preprocess_common_before_consistancy_check=comparable,
-                content_metadata=content_metadata,
                 overwrite=overwrite,
-                allow_large_common_state=allow_large_common_state,
                 wait_staged=wait_staged,
+                **options,
             )
         except CheckpointingException as error:
             if not self._queue.failures.tolerates(error, path, is_coordinator):
@@ -293,6 +326,31 @@ class CheckpointManager(SaveDecisions):
             self._queue.schedule_async_request(request)
         local.get()
         return request
+
+    def _save_to_drain(
+        self,
+        step: int,
+        state: ShardedStateDict,
+        options: Mapping[str, Any],
+        notes: tuple[bool, dict[str, float]],
+        write: Callable[..., None],
+    ) -> None:
+        """Save a step on the hosts, to be drained if it is due. ``notes``: for the agent."""
+        is_only_local, self._only_local = self._only_local == step, None
+        if is_only_local:
+            write()
+            return
+        self._last_save_began = time.monotonic()
+        try:
+            part = plan_deferred(state, self.path(step), self._strategy, **options)
+        except CheckpointingException as error:
+            is_coordinator = coordinates(self._process_group)
+            name = self.path(step)
+            if not self._queue.failures.tolerates(error, name, is_coordinator):
+                raise
+            return
+        of_format = getattr(resolve(self._strategy).make_writer(), "__dict__", {})
+        write(due=Due(part, self._naming.name(step), *notes, dict(of_format)))
 
     def save_if_due(
         self,
@@ -565,13 +623,7 @@ class CheckpointManager(SaveDecisions):
         if not is_coordinator:
             return
 
-        def track(advance: Advance) -> None:
-            if self._naming.style == "megatron":
-                root = root_at(self.root)
-                advance(0)  # raises if the storage was given up
-                root.put(TRACKERS[0], str(step).encode())
-            self._retention.note_metrics(step, metrics, advance)
-
+        track = partial(self._retention.note_complete, step, metrics)
         try:
             self._restorer.on_storage("track", track)
         except (CheckpointingException, OSError) as error:

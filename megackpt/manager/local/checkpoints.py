@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
+from megackpt.manager.local.agent import ensure_agent
+from megackpt.manager.local.drain import DrainSettings, DrainStatus, read_status
 from megackpt.manager.local.lineage import Line, Lines, read_lines
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
 from megackpt.manager.local.restore import LocalRestore
-from megackpt.manager.local.saves import LocalSaves
+from megackpt.manager.local.saves import Due, LocalSaves
 from megackpt.manager.local.tier import LocalTier
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Executor, digest
@@ -32,6 +34,7 @@ class LocalCheckpoints:
         root: the directory or URL of the run.
         strategy: of the saves in the storage. The local ones are in the format torch_dist.
         queue: of the local saves alone.
+        drain: what an agent has to know, if steps that are due in the storage are drained.
     """
 
     def __init__(
@@ -42,7 +45,9 @@ class LocalCheckpoints:
         process_group: GroupLike,
         timeout: timedelta,
         queue: AsyncCallsQueue,
+        drain: DrainSettings | None,
     ) -> None:
+        self._drain = drain
         self._tier = tier
         self._root = root
         check_values: CheckValues = "off"
@@ -67,14 +72,24 @@ class LocalCheckpoints:
         """The number of local saves that failed."""
         return self._queue.failures.failed
 
+    def status(self) -> DrainStatus:
+        """What the agent of this host says. Not collective."""
+        return read_status(self._pieces.location)
+
     def save(
-        self, step: int, state: ShardedStateDict, asynchronous: bool, **options: Any
+        self,
+        step: int,
+        state: ShardedStateDict,
+        asynchronous: bool,
+        due: Due | None = None,
+        **options: Any,
     ) -> None:
         """Save a step on the hosts, if ``LocalTier.every`` divides its number. Collective.
 
-        ``options``: the options of ``megackpt.save`` that change the stored content.
+        ``due``: save it in any case, to be drained. ``options``: the options of ``megackpt.save``
+        that change the stored content.
         """
-        if step % self._tier.every == 0:
+        if due is not None or step % self._tier.every == 0:
             line = self._begin_line(step)
             if self._saves is None:
                 self._saves = LocalSaves(
@@ -84,11 +99,12 @@ class LocalCheckpoints:
                     self._process_group,
                     self._timeout,
                     self._queue,
+                    self._drain,
                 )
             if not line.is_begun:
-                self._saves.begin(self._found(line))
+                self._saves.begin(self._found(line), self._found_due(line))
                 line.is_begun = True
-            self._saves.save(step, state, asynchronous, options, line)
+            self._saves.save(step, state, asynchronous, options, line, due)
 
     def before_storage(self, step: int) -> None:
         """A save of this step in the storage begins. Collective.
@@ -107,7 +123,12 @@ class LocalCheckpoints:
         """
         self.poll(blocking=True)
         host, group = self._tier.hostname, self._process_group
-        return LocalRestore(self._pieces, host, group, self._timeout, self._lines())
+        lines = self._lines()
+        restore = LocalRestore(self._pieces, host, group, self._timeout, lines)
+        if self._drain is not None and restore.is_first and self._pieces.ready():
+            self._drain.write(self._pieces.location)
+            ensure_agent(self._pieces.location)
+        return restore
 
     def restored(self, step: int, loaded: LocalSave | None) -> None:
         """The run continues from this step (-1: it begins). ``loaded``: the local save of it."""
@@ -131,6 +152,19 @@ class LocalCheckpoints:
 
         with group_over(self._process_group, self._timeout) as group:
             return group.reduce_broadcast("local pieces", self._pieces.held, find)
+
+    def _found_due(self, line: Line) -> list[LocalSave]:
+        """The saves on the hosts that agents drain, in order."""
+        if self._drain is None:
+            return []
+
+        def find(answers: Sequence[list[LocalSave]]) -> list[LocalSave]:
+            ready = {save for saves in answers for save in saves}
+            counting = [save for save in ready if save.counts(line.former)]
+            return sorted(counting, key=lambda save: save.id)
+
+        with group_over(self._process_group, self._timeout) as group:
+            return group.reduce_broadcast("due steps", self._pieces.ready, find)
 
     def _lines(self) -> Lines:
         return self._on_storage(partial(read_lines, self._root))

@@ -17,10 +17,17 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from megackpt.checkpoint import INDEX, open_checkpoint, verify
 from megackpt.distributed import Group, Stream
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
+from megackpt.planning.manifest import Manifest
 from megackpt.storage import Executor, LocalStorage, digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Files = Mapping[str, bytes]
+
+AGENT = ".agent"
+"""The folder of the agent that drains the saves of the run on this host."""
+READY = "ready"
+"""A file in the folder of a save: all ranks have their pieces and copies of it."""
 
 _STEP = re.compile("step_([0-9]+)_([0-9a-f]+)")
 _RANK = re.compile("rank_([0-9]+)_of_([0-9]+)")
@@ -144,16 +151,47 @@ class HostPieces:
             executor.call(f"removal of older steps in {self.location}", remove)
 
     @_bounded
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file. ``name``: relative to the directory of the run."""
+        LocalStorage(self.location).put(name, data)
+
+    @_bounded
+    def put_record(self, piece: Piece, make: Callable[[Manifest], Files]) -> None:
+        """Write files beside the shards of a piece. ``make`` returns them, the last one last."""
+        path = self.path(piece)
+        for name, data in make(open_checkpoint(path).manifest).items():
+            LocalStorage(path).put(name, data)
+
+    @_bounded
+    def ready(self) -> list[LocalSave]:
+        """The saves on this host that agents drain."""
+        saves = {piece.save for piece in self.held()}
+        return [
+            save
+            for save in sorted(saves)
+            if os.path.exists(f"{self.location}/{save.folder}/{READY}")
+        ]
+
+    @_bounded
+    def used_bytes(self, saves: Iterable[LocalSave]) -> list[int]:
+        """The space that each of these saves takes on this host."""
+        return [self._space_of([save.folder]) for save in saves]
+
+    @_bounded
     def free_bytes(self, keep: Iterable[LocalSave]) -> int:
         """The space in the file system as soon as everything but these saves is removed."""
         names = _superfluous(self._made(), keep)
         space = os.statvfs(self.location)
-        removed = 0
+        return space.f_bavail * space.f_frsize + self._space_of(names)
+
+    def _space_of(self, names: Iterable[str]) -> int:
+        """The space that entries of the directory of the run take."""
+        total = 0
         for name in names:
             for folder, _, files in os.walk(f"{self.location}/{name}"):
                 for file in files:
-                    removed += 512 * os.lstat(f"{folder}/{file}").st_blocks
-        return space.f_bavail * space.f_frsize + removed
+                    total += 512 * os.lstat(f"{folder}/{file}").st_blocks
+        return total
 
     def _made(self) -> LocalStorage:
         """Make the directory of the run, and return it.
@@ -280,17 +318,27 @@ def find_problem(
     return CorruptCheckpoint("; ".join(problems[:3])) if problems else None
 
 
+def parse_save(folder: str, size: int = 0) -> LocalSave | None:
+    """The save whose folder has this name; None for other names."""
+    found = _STEP.fullmatch(folder)
+    if found is None:
+        return None
+    save = LocalSave(int(found[1]), found[2], size)
+    return save if save.folder == folder else None
+
+
 def _piece(folder: str, name: str) -> Piece | None:
     """The piece at this place; None for other names."""
-    step, rank = _STEP.fullmatch(folder), _RANK.fullmatch(name)
-    if step and rank:
-        piece = Piece(LocalSave(int(step[1]), step[2], int(rank[2])), int(rank[1]))
-        if piece.rank < piece.save.size and piece.name == f"{folder}/{name}":
+    rank = _RANK.fullmatch(name)
+    save = parse_save(folder, int(rank[2])) if rank else None
+    if save and rank:
+        piece = Piece(save, int(rank[1]))
+        if piece.rank < piece.save.size and piece.folder == name:
             return piece
     return None
 
 
 def _superfluous(storage: LocalStorage, keep: Iterable[LocalSave]) -> list[str]:
     """The entries that are none of these saves."""
-    kept = {save.folder for save in keep}
+    kept = {AGENT, *(save.folder for save in keep)}
     return [name for name in storage.list() if name not in kept]
