@@ -55,6 +55,8 @@ _CODE = (
     "import sys; sys.path[:] = {path!r}; "
     "from megackpt.async_save.worker_process import main; main({fd}, {parent}, {low_priority})"
 )
+_detached: set[int] = set()
+"""Processes whose end is noticed when the next one is started."""
 _mapped: dict[int, Buffer] = {}  # in the worker: the parent's buffers, by number
 
 
@@ -163,8 +165,8 @@ class WorkerProcess:
         self.process.returncode = 0  # so that Popen does not wait for it
 
 
-def start_detached(module: str, argument: str) -> int:
-    """Start ``module.main(argument)`` in a process that outlives this one. Returns its id.
+def start_detached(module: str, argument: str) -> None:
+    """Start ``module.main(argument)`` in a process that outlives this one.
 
     It has a session of its own, and no output. Raises OSError where it cannot be started.
     """
@@ -179,9 +181,14 @@ def start_detached(module: str, argument: str) -> int:
             stderr=null,
             start_new_session=True,
         )
-    # Nobody asks for its status; an object that is deleted would warn that it runs.
+    # An object that is deleted would warn that the process runs.
     process.returncode = 0
-    return process.pid
+    for number in [*_detached]:
+        with suppress(ChildProcessError):
+            if os.waitpid(number, os.WNOHANG) == (0, 0):
+                continue
+        _detached.remove(number)
+    _detached.add(process.pid)
 
 
 def _path() -> list[str]:

@@ -10,7 +10,6 @@ import logging
 import signal
 import threading
 import time
-from contextlib import suppress
 
 from megackpt.async_save.worker_process import give_way, start_detached
 from megackpt.errors import CheckpointingException
@@ -36,13 +35,19 @@ def ensure_agent(location: str) -> None:
     ``location``: the directory of the run on this host. A failure is logged; the next save tries
     again.
     """
-    folder = LocalStorage(f"{location}/{AGENT}")
-    if folder.lock():
-        folder.unlock()
+    if not is_running(location):
         try:
             start_detached(__name__, location)
         except OSError as error:
             logger.warning("no agent can be started to drain %s: %s", location, error)
+
+
+def is_running(location: str) -> bool:
+    """Whether this host has an agent for the run."""
+    folder = LocalStorage(f"{location}/{AGENT}")
+    is_free = folder.lock()
+    folder.close()
+    return not is_free
 
 
 def main(location: str) -> None:
@@ -52,9 +57,10 @@ def main(location: str) -> None:
     folder = LocalStorage(f"{location}/{AGENT}")
     while folder.lock():
         drain = HostDrain(location)
-        watch = threading.Thread(target=_watch, args=[drain], daemon=True)
-        watch.start()
+        ended = threading.Event()
+        threading.Thread(target=_watch, args=[drain, ended], daemon=True).start()
         serve(drain)
+        ended.set()
         folder.unlock()
         # A save that came meanwhile has found the lock held.
         if not drain.has_work():
@@ -73,16 +79,22 @@ def serve(drain: HostDrain) -> None:
             is_waiting = True
             drain.fail(error)
             pause = min(2 * pause, _LONGEST_PAUSE)
+        except Exception as error:
+            drain.fail(f"the agent has ended: {error!r}")
+            raise
         if is_waiting:
             idle_since = time.monotonic()
         time.sleep(pause)
 
 
-def _watch(drain: HostDrain) -> None:
+def _watch(drain: HostDrain, ended: threading.Event) -> None:
     """Say that the storage does not answer, while the drain hangs in it."""
-    while True:
-        time.sleep(_SILENT_SECONDS / 2)
+    is_silent = False
+    while not ended.wait(_SILENT_SECONDS / 2):
+        was_silent = is_silent
         silent = time.time() - drain.status.moved
-        if drain.status.waiting and silent > _SILENT_SECONDS:
-            with suppress(CheckpointingException, OSError):
-                drain.fail(f"the storage has not answered for {silent:.0f} s")
+        is_silent = bool(drain.status.waiting) and silent > _SILENT_SECONDS
+        if is_silent:
+            drain.fail(f"the storage has not answered for {silent:.0f} s")
+        elif was_silent:
+            drain.fail("")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
-from megackpt.manager.local.agent import ensure_agent
+from megackpt.manager.local.agent import ensure_agent, is_running
 from megackpt.manager.local.drain import DrainSettings, DrainStatus, read_status
 from megackpt.manager.local.lineage import Line, Lines, read_lines
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
@@ -74,7 +74,10 @@ class LocalCheckpoints:
 
     def status(self) -> DrainStatus:
         """What the agent of this host says. Not collective."""
-        return read_status(self._pieces.location)
+        status = read_status(self._pieces.location)
+        if status.waiting and not is_running(self._pieces.location):
+            status.reason = status.reason or "no agent runs on this host"
+        return status
 
     def save(
         self,

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any
@@ -40,6 +40,7 @@ from megackpt.errors import (
     CorruptCheckpoint,
     SaveInProgress,
     StorageError,
+    name_ranks,
 )
 from megackpt.limits import LEASE_SECONDS
 from megackpt.manager.keep_rules import KeepRules
@@ -55,7 +56,7 @@ from megackpt.manager.local.pieces import (
 )
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.retention import Retention
-from megackpt.planning.manifest import Manifest, join_manifests
+from megackpt.planning.manifest import Manifest, digest_rows, join_manifests
 from megackpt.storage import FileReader, LocalStorage, digest, is_url
 from megackpt.strategies import StrategyLike, resolve
 
@@ -140,6 +141,7 @@ class DrainStatus:
         skipped: ids of saves that will not be drained.
         reason: why the drain is late; "" if nothing failed.
         moved: when the agent last made progress, in seconds since 1970.
+        pid: the process id of the agent.
     """
 
     durable_step: int | None = None
@@ -149,6 +151,17 @@ class DrainStatus:
     skipped: list[str] = field(default_factory=list)
     reason: str = ""
     moved: float = 0.0
+    pid: int = 0
+
+    @property
+    def lag_steps(self) -> int:
+        """From the durable step to the last one that waits; 0 if none waits."""
+        return self.waiting[-1] - (self.durable_step or 0) if self.waiting else 0
+
+    @property
+    def lag_seconds(self) -> float:
+        """Since the first step that waits was saved; 0 if none waits."""
+        return time.time() - self.oldest if self.waiting else 0.0
 
 
 def read_status(location: str) -> DrainStatus:
@@ -185,6 +198,8 @@ class HostDrain:
         self._retention = Retention(settings.root, naming, rules)
         self.status = read_status(location)
         self.status.reason = ""
+        self.status.pid = os.getpid()
+        self._told = self.status
         self._damaged: set[Piece] = set()
         self._sheets: dict[Piece, Sheet] = {}
         self._lock = threading.Lock()
@@ -214,12 +229,16 @@ class HostDrain:
                 self.write_status()
                 self._retention.apply(save.step, self._advance)
                 return True
+        self.status.moved = time.time()
         self.write_status()
         return bool(waiting)
 
     def write_status(self) -> None:
-        data = json.dumps(asdict(self.status)).encode()
-        self._storage.put(_STATUS, data)
+        """Tell the trainer, if something has changed."""
+        told = replace(self.status, moved=0.0)
+        if told != self._told:
+            self._storage.put(_STATUS, json.dumps(asdict(self.status)).encode())
+            self._told = told
 
     def _held(self) -> dict[LocalSave, dict[int, Sheet]]:
         """The records on this host, by save and rank."""
@@ -309,7 +328,13 @@ class HostDrain:
                 continue
             if host == own or self._is_silent(folder, host):
                 self._write(folder, piece, sheets[rank])
-        if any(folder.size(f"rank_{rank}") is None for rank in range(save.size)):
+        open_ranks = [
+            rank for rank in range(save.size) if folder.size(f"rank_{rank}") is None
+        ]
+        if open_ranks:
+            ranks = name_ranks(open_ranks)
+            text = f"step {save.step} waits for other hosts to write {ranks}"
+            self.status.reason = self.status.reason or text
             return False
         try:
             self._commit(area, folder, save)
@@ -359,8 +384,11 @@ class HostDrain:
         if (result.digests != planned.chunks.digests).any():
             self._set_aside(piece, "its bytes have other digests than it had")
             return
-        mark = sheet.written(planned.located([result]), attempt)
+        unwritten = replace(planned.chunks, digests=digest_rows(b""))
+        written = replace(planned, chunks=unwritten).located([result])
+        mark = sheet.written(written, attempt)
         folder.put(f"rank_{piece.rank}", mark.encode())
+        self.status.reason = ""
 
     def _set_aside(self, piece: Piece, problem: object) -> None:
         """A piece is damaged. Another host may have a copy of it."""
@@ -376,8 +404,13 @@ class HostDrain:
         """
         marks = []
         for rank in range(save.size):
-            where = f"{folder.location}/rank_{rank}"
-            marks.append(Sheet.decode(folder.get(f"rank_{rank}"), where))
+            name = f"rank_{rank}"
+            try:
+                mark = Sheet.decode(folder.get(name), f"{folder.location}/{name}")
+            except CorruptCheckpoint:
+                folder.delete(name)  # the rank is written again
+                raise
+            marks.append(mark)
         notes = marks[0].notes
         if not self._is_committed(notes):
             manifest = join_manifests([mark.manifest for mark in marks])
