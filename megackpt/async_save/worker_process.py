@@ -55,8 +55,6 @@ _CODE = (
     "import sys; sys.path[:] = {path!r}; "
     "from megackpt.async_save.worker_process import main; main({fd}, {parent}, {low_priority})"
 )
-_detached: set[int] = set()
-"""Processes whose end is noticed when the next one is started."""
 _mapped: dict[int, Buffer] = {}  # in the worker: the parent's buffers, by number
 
 
@@ -168,27 +166,23 @@ class WorkerProcess:
 def start_detached(module: str, argument: str) -> None:
     """Start ``module.main(argument)`` in a process that outlives this one.
 
-    It has a session of its own, and no output. Raises OSError where it cannot be started.
+    It has a session of its own, and no output. Raises OSError or CalledProcessError where it
+    cannot be started.
     """
-    code = f"import sys; sys.path[:] = {_path()!r}; from {module} import main; "
-    code += f"main({argument!r})"
+    # Its parent ends at once, so this process never has to ask for its status.
+    code = "import os, sys; os.fork() and os._exit(0); "
+    code += f"sys.path[:] = {_path()!r}; from {module} import main; main({argument!r})"
     null = subprocess.DEVNULL
+    command = [sys.executable, "-c", code]
     with start_lock:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
+        subprocess.run(
+            command,
+            check=True,
             stdin=null,
             stdout=null,
             stderr=null,
             start_new_session=True,
         )
-    # An object that is deleted would warn that the process runs.
-    process.returncode = 0
-    for number in [*_detached]:
-        with suppress(ChildProcessError):
-            if os.waitpid(number, os.WNOHANG) == (0, 0):
-                continue
-        _detached.remove(number)
-    _detached.add(process.pid)
 
 
 def _path() -> list[str]:

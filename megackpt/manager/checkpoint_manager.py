@@ -42,7 +42,7 @@ from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.local.checkpoints import LocalCheckpoints
 from megackpt.manager.local.drain import DrainStatus, drain_settings
-from megackpt.manager.local.saves import Due
+from megackpt.manager.local.drain_records import Record
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.restorer import Found, Restorer, find_best, find_latest
 from megackpt.manager.retention import Retention
@@ -56,7 +56,7 @@ from megackpt.manager.stateful import (
 from megackpt.option_names import refuse_options
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
-from megackpt.saver.deferred_save import plan_deferred
+from megackpt.saver.deferred_save import DeferredPart, plan_deferred
 from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Advance, Executor
@@ -285,7 +285,10 @@ class CheckpointManager(SaveDecisions):
         if self._local is not None:
             write = partial(self._local.save, step, state, asynchronous, **stored)
             if self._drain is not None:
-                self._save_to_drain(step, state, options, (overwrite, numbers), write)
+                planning = stored | {"validate": validate_access_integrity}
+                plan = partial(plan_deferred, state, path, self._strategy)
+                plan = partial(plan, comparable=comparable, **planning)
+                self._save_to_drain(step, plan, write, overwrite, numbers)
                 return None
             # An error on the hosts is raised after the save in the storage.
             local = attempt(write)
@@ -330,27 +333,27 @@ class CheckpointManager(SaveDecisions):
     def _save_to_drain(
         self,
         step: int,
-        state: ShardedStateDict,
-        options: Mapping[str, Any],
-        notes: tuple[bool, dict[str, float]],
+        plan: Callable[..., DeferredPart],
         write: Callable[..., None],
+        overwrite: bool,
+        metrics: dict[str, float],
     ) -> None:
-        """Save a step on the hosts, to be drained if it is due. ``notes``: for the agent."""
+        """Save a step on the hosts, to be drained if it is due."""
         is_only_local, self._only_local = self._only_local == step, None
         if is_only_local:
             write()
             return
         self._last_save_began = time.monotonic()
         try:
-            part = plan_deferred(state, self.path(step), self._strategy, **options)
+            part = plan(self._process_group, self._timeout)
         except CheckpointingException as error:
-            is_coordinator = coordinates(self._process_group)
-            name = self.path(step)
-            if not self._queue.failures.tolerates(error, name, is_coordinator):
+            path, is_coordinator = self.path(step), coordinates(self._process_group)
+            if not self._queue.failures.tolerates(error, path, is_coordinator):
                 raise
             return
-        of_format = getattr(resolve(self._strategy).make_writer(), "__dict__", {})
-        write(due=Due(part, self._naming.name(step), *notes, dict(of_format)))
+        options = dict(vars(resolve(self._strategy).make_writer()))
+        name = self._naming.name(step)
+        write(due=Record(name, time.time(), overwrite, metrics, options, *part))
 
     def save_if_due(
         self,

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from uuid import uuid4
 
 import numpy as np
 
 from megackpt.checkpoint import SaveSession
 from megackpt.distributed import Attempt, GroupLike, attempt, group_over, name_here
-from megackpt.planning.manifest import SavePlan, itemsizes
-from megackpt.saver.nonfinite import examine
-from megackpt.saver.save_operation import all_ranks_reuse, find_plan, make_plan
+from megackpt.planning.manifest import Manifest, SavePlan, itemsizes
+from megackpt.saver.save_operation import (
+    RankPart,
+    all_ranks_reuse,
+    find_plan,
+    make_plan,
+)
 from megackpt.saver.save_request import SaveRequest
-from megackpt.staging.source import TensorSource
 from megackpt.state import ShardedStateDict
 from megackpt.strategies import StrategyLike
 
 
-@dataclass(frozen=True, eq=False)
-class DeferredPart:
+class DeferredPart(NamedTuple):
     """What one rank contributes to a save that is written later.
 
-    ``objects``: the rows of the plan that are objects, with their blobs. ``values``: the numbers of
-    ``check_values`` for all rows, b"" if these are not examined.
+    ``objects``: the rows of the plan that are objects, with their blobs. ``manifest``: of the
+    checkpoint, on rank 0.
     """
 
     plan: SavePlan
     objects: Mapping[int, bytes]
-    values: bytes
+    manifest: Manifest | None
 
 
 class _Deferred(SaveSession):
@@ -46,63 +47,40 @@ def plan_deferred(
     state: ShardedStateDict,
     directory: str,
     strategy: StrategyLike,
-    *,
     process_group: GroupLike,
     timeout: timedelta,
-    validate_access_integrity: bool,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None,
-    content_metadata: Mapping[str, Any] | None,
-    allow_large_common_state: bool,
+    **options: Any,
 ) -> DeferredPart:
     """Plan a save as ``megackpt.save`` does, without a call to its storage. Collective.
 
-    Raises the errors of declarations and of planning, on all ranks.
+    ``options``: of ``SaveRequest.of``. Raises the errors of declarations and of planning, on all
+    ranks.
     """
     group = group_over(process_group, timeout, f"plan {directory}")
     session = _Deferred(directory, timeout, name_here(group.rank))
     session.group = group
-
-    def declare() -> SaveRequest:
-        return SaveRequest.of(
-            state,
-            directory,
-            strategy,
-            group,
-            content_metadata=content_metadata,
-            validate=validate_access_integrity,
-            comparable=preprocess_common_before_consistancy_check,
-            allow_large_common_state=allow_large_common_state,
-        )
-
     with session.running():
+        declare = partial(SaveRequest.of, state, directory, strategy, group, **options)
         declared = attempt(declare)
         cached = find_plan(group, declared.value)
         session.total.operation.id = cached.save_id if cached else uuid4().hex
         begun = Attempt[None](None)
         reuse, _ = all_ranks_reuse(group, declared, cached, begun)
         if cached is not None and reuse:
-            request, plan = declared.get(), cached.plan
+            request, part = declared.get(), cached
         else:
             request, part = make_plan(session, declared, begun)
-            plan = part.plan
-        made = attempt(partial(_part, request, plan))
+        blobs = attempt(partial(_blobs, request, part))
 
         def outcome() -> None:
-            made.get()
+            blobs.get()
 
         group.reduce_broadcast("objects", outcome, len)
     session.withdraw()
-    return made.get()
+    return DeferredPart(part.plan, blobs.get(), part.manifest)
 
 
-def _part(request: SaveRequest, plan: SavePlan) -> DeferredPart:
-    held = request.held()
-    is_object = itemsizes(plan.tensors)[plan.tensor] == 0
-    objects = {}
-    for row in np.flatnonzero(is_object).tolist():
-        blob = cast("Callable[[], bytes]", held[plan.source[row]])
-        objects[row] = blob()
-    values = b""
-    if request.check_values != "off":
-        values = examine(TensorSource(plan, held, request.declared.boxes))
-    return DeferredPart(plan, objects, values)
+def _blobs(request: SaveRequest, part: RankPart) -> dict[int, bytes]:
+    plan, held = part.plan, request.held()
+    rows = np.flatnonzero(itemsizes(plan.tensors)[plan.tensor] == 0).tolist()
+    return {row: cast("Callable[[], bytes]", held[plan.source[row]])() for row in rows}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megackpt import Strategy
+from megackpt import CoverageError, NonfiniteValues, Strategy
 from megackpt.checkpoint import open_checkpoint
+from megackpt.testing import ThreadedGroup
 from tests.manager.drain_job import DrainJob, files, without_processes
+from tests.manager.local_job import state
 
 
 @pytest.fixture
@@ -77,20 +80,48 @@ def test_ranks_that_write_nothing_and_plans_that_are_reused(
     job.check_storage(30)
 
 
-def test_values_are_noted(job: DrainJob, tmp_path: Path) -> None:
-    """``check_values``: the index of a drained checkpoint equals the index of a direct one."""
+def test_the_index_equals_the_index_of_a_direct_save(
+    job: DrainJob, tmp_path: Path
+) -> None:
     reference = DrainJob(tmp_path / "direct", drain=False)
     for each in (job, reference):
-        each.train(10, strategy=Strategy(check_values="note"))
+        each.train(10)
     job.drain(0, 1)
     drained = open_checkpoint(tmp_path / "run/iter_0000010").manifest
     direct = open_checkpoint(tmp_path / "direct/run/iter_0000010").manifest
     assert drained.tensors == direct.tensors
     assert drained.files == direct.files
-    assert drained.values is not None
-    assert direct.values is not None
-    assert drained.values.nonfinite.tolist() == direct.values.nonfinite.tolist()
-    assert drained.values.largest.tolist() == direct.values.largest.tolist()
     for column in ("tensor", "writer", "file", "start", "length", "digests"):
         mine, theirs = getattr(drained.chunks, column), getattr(direct.chunks, column)
         assert mine.tolist() == theirs.tolist(), column
+
+
+def test_nonfinite_values_are_refused(job: DrainJob) -> None:
+    """By the local save, on all ranks."""
+
+    def rank(group: ThreadedGroup) -> str:
+        options = {"strategy": Strategy(check_values="raise")}
+        with job.manager(group, **options) as manager:
+            given = state(group, 10)
+            if group.rank:
+                given["w"].data[3] = math.nan
+            with pytest.raises(NonfiniteValues) as caught:
+                manager.save(10, given)
+        return str(caught.value)
+
+    assert ["'w'" in text for text in ThreadedGroup.run(2, rank)] == [True, True]
+    job.drain(0, 1)
+    assert job.durable() == []
+
+
+def test_declarations_are_checked_before_anything_is_written(job: DrainJob) -> None:
+    def rank(group: ThreadedGroup) -> None:
+        with job.manager(group) as manager:
+            given = state(group, 10)
+            if group.rank:
+                del given["w"]
+            with pytest.raises(CoverageError, match="'w'"):
+                manager.save(10, given)
+
+    ThreadedGroup.run(2, rank)
+    assert not (job.folder / "hosts").exists()

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from megackpt import CheckpointManager, LocalTier
-from megackpt.manager.local.agent import is_running
 from megackpt.manager.local.drain import read_status
+from megackpt.manager.local.pieces import AGENT
+from megackpt.storage import LocalStorage
 from tests.checkpoint.test_kill_points import die_at
 from tests.children import died
 from tests.manager.drain_job import DrainJob, without_processes
@@ -35,6 +36,13 @@ manager = CheckpointManager(folder + "/run", save_interval=10, local=tier)
 request = manager.save(10, {"w": torch.arange(1000.0)})
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def is_running(location: str) -> bool:
+    folder = LocalStorage(f"{location}/{AGENT}")
+    is_free = folder.lock()
+    folder.close()
+    return not is_free
 
 
 def train_and_die(folder: Path, agent: str) -> None:

@@ -50,18 +50,21 @@ def test_the_trainer_sees_what_is_durable(job: DrainJob) -> None:
     assert statuses(job) == [(20, [], 0), (20, [], 0)]
 
 
-def test_no_agent_is_a_reason(job: DrainJob) -> None:
+def test_no_progress_is_a_reason(
+    job: DrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No agent runs, or the agent hangs in the storage."""
     job.train(10)
-    job.agent(1).work()
-    host = job.agent(0)
-    host.status.waiting = [10]
-    host.write_status()
+    job.agent(0).work()
+    monkeypatch.setattr(drain, "LEASE_SECONDS", -1.0)
 
     def rank(group: ThreadedGroup) -> str:
         with job.manager(group) as manager:
             return manager.drain_status.reason
 
-    assert ThreadedGroup.run(2, rank)[0] == "no agent runs on this host"
+    reason = ThreadedGroup.run(2, rank)[0]
+    assert "the agent has made no progress for 0 s" in reason
+    assert "step 10 waits for other hosts to write rank 1" in reason
 
 
 def test_steps_stay_on_the_hosts_until_they_are_durable(job: DrainJob) -> None:
@@ -72,40 +75,30 @@ def test_steps_stay_on_the_hosts_until_they_are_durable(job: DrainJob) -> None:
     assert {name.split(":")[0] for name in job.pieces(0)} == {"13", "14"}
 
 
-def test_a_step_goes_if_there_is_no_space(
-    job: DrainJob, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not the one that is being drained; a WARNING says so."""
-    job.train(10)
-    job.agent(0).work()
-    job.train(20)
-
-    def free_bytes(self: HostPieces, keep: Any) -> int:
-        """There is space for three steps."""
-        return (1 << 29) * (3 - len({*keep}))
-
-    monkeypatch.setattr(HostPieces, "free_bytes", free_bytes)
-    monkeypatch.setattr(
-        HostPieces, "used_bytes", lambda _, saves: [1 << 29 for _ in saves]
-    )
-    with caplog.at_level(logging.WARNING):
-        job.train(30, 40)
-    assert "local step 20 is removed before it is durable" in caplog.text
-    assert "10:0" in job.pieces(0)
-    assert not any(name.startswith("20:") for name in job.pieces(0))
-
-
-def test_one_warning_when_the_storage_is_behind(
+def test_a_storage_that_is_behind(
     job: DrainJob, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The step that is being drained and the newest ones stay; a WARNING says what does not."""
+    job.train(10)
+    job.agent(0).work()
     with caplog.at_level(logging.WARNING):
-        job.train(10, 20, 30, 40)
-    behind = [r.message for r in caplog.records if "is behind" in r.message]
-    assert len(behind) == 1
-    assert (
-        "steps 10, 20 are on the hosts only, the newest durable step is None"
-        in (behind[0])
-    )
+        job.train(20, 30)
+        assert "is behind" not in caplog.text
+        job.train(40)
+    assert "step 20 is removed from the hosts before it is durable" in caplog.text
+    assert "newest durable step is None, step 10 is being drained" in caplog.text
+    assert {name.split(":")[0] for name in job.pieces(0)} == {"10", "30", "40"}
+    job.drain(0, 1)
+    assert job.durable() == [10, 30, 40]
+
+
+def test_the_first_save_asks_for_one_more_generation(job: DrainJob) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPieces, "free_bytes", lambda *_: 5 << 20)
+        with pytest.raises(StorageError, match=r"5,242,880 bytes free, and local"):
+            job.train(10)  # 3 generations of 2 pieces, each of 1 MiB and more
+        plain = DrainJob(job.folder / "plain", drain=False)
+        plain.train(10)
 
 
 def test_a_full_storage_is_asked_again(
@@ -205,6 +198,7 @@ def test_retention_removes_older_drained_steps(job: DrainJob) -> None:
         ({"strategy": "zarr"}, "torch_dist"),
         ({"root": "s3://bucket/run"}, "file system"),
         ({"strategy": Strategy(audit="full")}, "compares no replicas"),
+        ({"strategy": Strategy(check_values="note")}, "notes no values"),
         ({"keep_last": 1, "keep_fn": bool}, "keep_fn is a function"),
     ],
 )
@@ -258,4 +252,5 @@ def test_an_agent_works_on_what_it_finds_alone(job: DrainJob) -> None:
         ready.unlink()
     hosts: list[HostDrain] = job.drain(0, 1)
     assert job.durable() == []
-    assert not any(host.has_work() for host in hosts)
+    assert [host.status.waiting for host in hosts] == [[], []]
+    assert not any(host.has_news() for host in hosts)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
+from subprocess import CalledProcessError
 
 from megackpt.async_save.worker_process import give_way, start_detached
 from megackpt.errors import CheckpointingException
@@ -25,8 +25,6 @@ _IDLE_SECONDS = 30.0
 """An agent that has nothing to drain for so long ends."""
 _LONGEST_PAUSE = 60.0
 """Seconds between two attempts at a storage that refuses. The first pause is POLL_SECONDS."""
-_SILENT_SECONDS = 10.0
-"""Without progress for so long, the status says that the storage does not answer."""
 
 
 def ensure_agent(location: str) -> None:
@@ -35,19 +33,13 @@ def ensure_agent(location: str) -> None:
     ``location``: the directory of the run on this host. A failure is logged; the next save tries
     again.
     """
-    if not is_running(location):
+    folder = LocalStorage(f"{location}/{AGENT}")
+    if folder.lock():
+        folder.close()
         try:
             start_detached(__name__, location)
-        except OSError as error:
+        except (OSError, CalledProcessError) as error:
             logger.warning("no agent can be started to drain %s: %s", location, error)
-
-
-def is_running(location: str) -> bool:
-    """Whether this host has an agent for the run."""
-    folder = LocalStorage(f"{location}/{AGENT}")
-    is_free = folder.lock()
-    folder.close()
-    return not is_free
 
 
 def main(location: str) -> None:
@@ -57,13 +49,10 @@ def main(location: str) -> None:
     folder = LocalStorage(f"{location}/{AGENT}")
     while folder.lock():
         drain = HostDrain(location)
-        ended = threading.Event()
-        threading.Thread(target=_watch, args=[drain, ended], daemon=True).start()
         serve(drain)
-        ended.set()
         folder.unlock()
         # A save that came meanwhile has found the lock held.
-        if not drain.has_work():
+        if not drain.has_news():
             return
 
 
@@ -85,16 +74,3 @@ def serve(drain: HostDrain) -> None:
         if is_waiting:
             idle_since = time.monotonic()
         time.sleep(pause)
-
-
-def _watch(drain: HostDrain, ended: threading.Event) -> None:
-    """Say that the storage does not answer, while the drain hangs in it."""
-    is_silent = False
-    while not ended.wait(_SILENT_SECONDS / 2):
-        was_silent = is_silent
-        silent = time.time() - drain.status.moved
-        is_silent = bool(drain.status.waiting) and silent > _SILENT_SECONDS
-        if is_silent:
-            drain.fail(f"the storage has not answered for {silent:.0f} s")
-        elif was_silent:
-            drain.fail("")

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
-from megackpt.manager.local.agent import ensure_agent, is_running
+from megackpt.manager.local.agent import ensure_agent
 from megackpt.manager.local.drain import DrainSettings, DrainStatus, read_status
+from megackpt.manager.local.drain_records import Record
 from megackpt.manager.local.lineage import Line, Lines, read_lines
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
 from megackpt.manager.local.restore import LocalRestore
-from megackpt.manager.local.saves import Due, LocalSaves
+from megackpt.manager.local.saves import LocalSaves
 from megackpt.manager.local.tier import LocalTier
 from megackpt.state import ShardedStateDict
 from megackpt.storage import Executor, digest
@@ -74,17 +75,14 @@ class LocalCheckpoints:
 
     def status(self) -> DrainStatus:
         """What the agent of this host says. Not collective."""
-        status = read_status(self._pieces.location)
-        if status.waiting and not is_running(self._pieces.location):
-            status.reason = status.reason or "no agent runs on this host"
-        return status
+        return read_status(self._pieces.location)
 
     def save(
         self,
         step: int,
         state: ShardedStateDict,
         asynchronous: bool,
-        due: Due | None = None,
+        due: Record | None = None,
         **options: Any,
     ) -> None:
         """Save a step on the hosts, if ``LocalTier.every`` divides its number. Collective.
@@ -105,7 +103,7 @@ class LocalCheckpoints:
                     self._drain,
                 )
             if not line.is_begun:
-                self._saves.begin(self._found(line), self._found_due(line))
+                self._saves.begin(self._found(line))
                 line.is_begun = True
             self._saves.save(step, state, asynchronous, options, line, due)
 
@@ -126,12 +124,10 @@ class LocalCheckpoints:
         """
         self.poll(blocking=True)
         host, group = self._tier.hostname, self._process_group
-        lines = self._lines()
-        restore = LocalRestore(self._pieces, host, group, self._timeout, lines)
-        if self._drain is not None and restore.is_first and self._pieces.ready():
+        if self._drain is not None and self._pieces.held():
             self._drain.write(self._pieces.location)
             ensure_agent(self._pieces.location)
-        return restore
+        return LocalRestore(self._pieces, host, group, self._timeout, self._lines())
 
     def restored(self, step: int, loaded: LocalSave | None) -> None:
         """The run continues from this step (-1: it begins). ``loaded``: the local save of it."""
@@ -155,19 +151,6 @@ class LocalCheckpoints:
 
         with group_over(self._process_group, self._timeout) as group:
             return group.reduce_broadcast("local pieces", self._pieces.held, find)
-
-    def _found_due(self, line: Line) -> list[LocalSave]:
-        """The saves on the hosts that agents drain, in order."""
-        if self._drain is None:
-            return []
-
-        def find(answers: Sequence[list[LocalSave]]) -> list[LocalSave]:
-            ready = {save for saves in answers for save in saves}
-            counting = [save for save in ready if save.counts(line.former)]
-            return sorted(counting, key=lambda save: save.id)
-
-        with group_over(self._process_group, self._timeout) as group:
-            return group.reduce_broadcast("due steps", self._pieces.ready, find)
 
     def _lines(self) -> Lines:
         return self._on_storage(partial(read_lines, self._root))

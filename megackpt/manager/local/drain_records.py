@@ -1,134 +1,75 @@
-"""What a rank leaves for the agents: the record beside its piece, and the mark in the storage.
+"""What a rank leaves for the agents, beside its piece, and what they leave in the storage.
 
-Both are a *sheet*: a digest, a line of JSON, and an index of megackpt. The index of a record says
-where the bytes of the rank's plan are in its piece, the index of a mark where they are in the
-storage.
+Each file is a message as ranks send it (JSON and columns, and no pickle), behind its digest.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from megackpt.checkpoint import decode_index, encode_index
-from megackpt.errors import CorruptCheckpoint
-from megackpt.manager.local.pieces import LocalSave, Piece
-from megackpt.planning.manifest import (
-    Manifest,
-    SavePlan,
-)
-from megackpt.storage import digest
+from megackpt.distributed.wire_format import pack, unpack
+from megackpt.errors import CheckpointingException, CorruptCheckpoint
+from megackpt.planning.manifest import Manifest, SavePlan, WriteResult
+from megackpt.storage import LocalStorage, digest
 
 RECORD = "megackpt.drain"
-OBJECTS = "megackpt.objects"
-"""Files in the directory of a piece: the record, and the objects of the rank's plan."""
+"""The file in the directory of a piece."""
+_DIGEST = len(digest(b""))
 
 
-@dataclass(frozen=True)
-class SaveNotes:
-    """The part of a sheet that is JSON.
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The part of one rank of a save that is drained.
 
     Attributes:
-        save: the id of the local save; ``step`` and ``size`` (ranks) are of it, too.
-        host: the name of the host whose rank has written the piece.
         name: of the checkpoint, relative to the directory of the run.
         saved: when, in seconds since 1970.
         overwrite, metrics: as for ``CheckpointManager.save``.
         options: of the format torch_dist.
-        attempt: of a mark: the folder that has the files.
-        order: of a record: for each chunk of the index its row in the plan.
+        plan: the rows that the rank writes. The piece holds their boxes.
+        objects: the rows of the plan that are objects, with their blobs.
+        manifest: of the checkpoint, on rank 0.
+        host: the name of the host whose rank has written the piece.
     """
 
-    save: str
-    step: int
-    size: int
-    rank: int
-    host: str
     name: str
     saved: float
     overwrite: bool
     metrics: dict[str, float]
     options: dict[str, Any]
-    attempt: str = ""
-    order: tuple[int, ...] = ()
-
-    @property
-    def piece(self) -> Piece:
-        return Piece(LocalSave(self.step, self.save, self.size), self.rank)
+    plan: SavePlan
+    objects: Mapping[int, bytes]
+    manifest: Manifest | None
+    host: str = ""
 
 
-_TYPES = {"order": list, "saved": (int, float)}
-_STRINGS = ("save", "host", "name", "attempt")
-_NUMBERS = ("step", "size", "rank")
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """The part of one rank is in the storage, in the folder ``attempt`` of the work area."""
+
+    attempt: str
+    written: WriteResult
+    manifest: Manifest | None
 
 
-def parse_notes(line: bytes) -> SaveNotes:
-    """Raises ValueError or TypeError for other fields, or other types."""
-    fields = json.loads(line)
-    types: dict[str, Any] = {
-        **dict.fromkeys(_STRINGS, str),
-        **dict.fromkeys(_NUMBERS, int),
-        **_TYPES,
-        "overwrite": bool,
-        "metrics": dict,
-        "options": dict,
-    }
-    for name, value in fields.items():
-        if not isinstance(value, types.get(name, object)):
-            raise TypeError(f"{name} is {value!r:.60}")
-    return SaveNotes(**{**fields, "order": tuple(fields["order"])})
+def encode(value: object) -> bytes:
+    body = pack(value)
+    return digest(body) + body
 
 
-class Sheet(NamedTuple):
-    """What is known of the part of one rank: notes, and its tensors and chunks."""
+def read_value(storage: LocalStorage, name: str) -> Any:
+    """The value that was encoded in this file.
 
-    notes: SaveNotes
-    manifest: Manifest
-
-    def encode(self) -> bytes:
-        line = json.dumps(asdict(self.notes)).encode()
-        body = line + b"\n" + encode_index(self.manifest, {})
-        return digest(body).hex().encode() + b"\n" + body
-
-    @classmethod
-    def decode(cls, data: bytes, where: str) -> Sheet:
-        """Raises CorruptCheckpoint if the bytes are damaged."""
-        head, _, body = data.partition(b"\n")
-        if head != digest(body).hex().encode():
-            raise CorruptCheckpoint(f"{where} is damaged: it has another digest")
-        line, _, index = body.partition(b"\n")
-        try:
-            notes = parse_notes(line)
-        except (ValueError, TypeError, KeyError) as error:
-            raise CorruptCheckpoint(f"{where} makes no sense: {error}") from error
-        return cls(notes, decode_index(index, where)[0])
-
-    @property
-    def planned(self) -> Manifest:
-        """Of a record: its manifest with the chunks in the order of the plan."""
-        chunks = self.manifest.chunks
-        order = np.argsort(np.array(self.notes.order, np.int64))
-        if len(order) != len(chunks):
-            raise CorruptCheckpoint(f"the record of {self.notes.piece.name} is cut off")
-        return replace(self.manifest, chunks=chunks.take(order))
-
-    def written(self, manifest: Manifest, attempt: str) -> Sheet:
-        """The mark of an attempt. ``manifest``: where it has put the chunks."""
-        return Sheet(replace(self.notes, attempt=attempt, order=()), manifest)
-
-
-def plan_of(sheet: Sheet) -> SavePlan:
-    """The plan of a record. Row i is chunk i of ``sheet.planned``."""
-    manifest = sheet.planned
-    chunks = manifest.chunks
-    return SavePlan(
-        sheet.notes.rank,
-        manifest.tensors,
-        manifest.grids,
-        chunks.tensor,
-        chunks.boxes,
-        np.arange(len(chunks), dtype=np.int32),
-    )
+    Raises CorruptCheckpoint if it is damaged, FileNotFoundError if there is no file.
+    """
+    data = storage.get(name)
+    body = data[_DIGEST:]
+    try:
+        if digest(body) == data[:_DIGEST]:
+            return unpack(body)
+        problem = "it has another digest"
+    except CheckpointingException as error:
+        problem = str(error)
+    raise CorruptCheckpoint(f"{storage.location}/{name} is damaged: {problem}")

@@ -17,12 +17,10 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 from megackpt.checkpoint import INDEX, open_checkpoint, verify
 from megackpt.distributed import Group, Stream
 from megackpt.errors import CheckpointingException, CorruptCheckpoint, StorageError
-from megackpt.planning.manifest import Manifest
 from megackpt.storage import Executor, LocalStorage, digest
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Files = Mapping[str, bytes]
 
 AGENT = ".agent"
 """The folder of the agent that drains the saves of the run on this host."""
@@ -48,6 +46,11 @@ class LocalSave(NamedTuple):
     def counts(self, lines: Mapping[str, int]) -> bool:
         """Whether the save is one of these lines, and not after the last step of it."""
         return self.step <= lines.get(self.id[:_LINE], -1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the save is due in the storage, too, and is drained."""
+        return int(self.id[-1], 16) % 2 == 1
 
     @property
     def folder(self) -> str:
@@ -156,42 +159,16 @@ class HostPieces:
         LocalStorage(self.location).put(name, data)
 
     @_bounded
-    def put_record(self, piece: Piece, make: Callable[[Manifest], Files]) -> None:
-        """Write files beside the shards of a piece. ``make`` returns them, the last one last."""
-        path = self.path(piece)
-        for name, data in make(open_checkpoint(path).manifest).items():
-            LocalStorage(path).put(name, data)
-
-    @_bounded
-    def ready(self) -> list[LocalSave]:
-        """The saves on this host that agents drain."""
-        saves = {piece.save for piece in self.held()}
-        return [
-            save
-            for save in sorted(saves)
-            if os.path.exists(f"{self.location}/{save.folder}/{READY}")
-        ]
-
-    @_bounded
-    def used_bytes(self, saves: Iterable[LocalSave]) -> list[int]:
-        """The space that each of these saves takes on this host."""
-        return [self._space_of([save.folder]) for save in saves]
-
-    @_bounded
     def free_bytes(self, keep: Iterable[LocalSave]) -> int:
         """The space in the file system as soon as everything but these saves is removed."""
         names = _superfluous(self._made(), keep)
         space = os.statvfs(self.location)
-        return space.f_bavail * space.f_frsize + self._space_of(names)
-
-    def _space_of(self, names: Iterable[str]) -> int:
-        """The space that entries of the directory of the run take."""
-        total = 0
+        removed = 0
         for name in names:
             for folder, _, files in os.walk(f"{self.location}/{name}"):
                 for file in files:
-                    total += 512 * os.lstat(f"{folder}/{file}").st_blocks
-        return total
+                    removed += 512 * os.lstat(f"{folder}/{file}").st_blocks
+        return space.f_bavail * space.f_frsize + removed
 
     def _made(self) -> LocalStorage:
         """Make the directory of the run, and return it.

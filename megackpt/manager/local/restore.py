@@ -47,13 +47,10 @@ from megackpt.manager.local.pieces import (
     transfer,
 )
 from megackpt.manager.local.saves import as_one_rank
+from megackpt.planning.box import Boxes
 from megackpt.planning.load_plan import plan_load
-from megackpt.planning.manifest import (
-    COMMON_KEY,
-    Manifest,
-    TensorParts,
-    join_manifests,
-)
+from megackpt.planning.manifest import COMMON_KEY, Chunks, Manifest, TensorParts
+from megackpt.planning.manifest.declarations import merged_tables
 from megackpt.planning.strict import StrictHandling, parse_strict_flag, requested
 from megackpt.state import ShardedStateDict
 from megackpt.storage import LocalStorage, digest
@@ -131,8 +128,6 @@ class LocalRestore:
         """The save that was loaded."""
         self.changed = False
         """Whether a load has failed that may have changed tensors."""
-        self.is_first: bool
-        """Whether this is the first rank of its host."""
         self._stored: dict[LocalSave, MergedSave] = {}
         # Why a save cannot be loaded; "" if it can.
         self._problems: dict[LocalSave, str] = {}
@@ -143,7 +138,6 @@ class LocalRestore:
 
             answers = group.reduce_broadcast("local pieces", holdings, list)
             self._held = Holdings(answers)
-            self.is_first = self._held.hosts.index(host) == group.rank
             saves = self._held.saves()
             self._saves = [save for save in saves if save.counts(lines)]
             if saves[:1] != self._saves[:1] and group.is_coordinator:
@@ -308,9 +302,10 @@ class LocalRestore:
 
         ranks, missing = group.reduce_broadcast("local plan", needed, plan)
         self._fetch(group, save, ranks)
+        is_first = self._held.hosts.index(self._host) == group.rank
 
         def write() -> None:
-            if self.is_first:
+            if is_first:
                 merged.write(self._pieces)
 
         group.reduce_broadcast("local index", write, len)
@@ -325,7 +320,7 @@ class LocalRestore:
         try:
             group.reduce_broadcast("load", outcome, len)
         finally:
-            if self.is_first:
+            if is_first:
                 merged.remove(self._pieces)
         if StrictHandling.requires_returning_mismatch_keys(strict):
             found, _, unexpected = loaded.get()
@@ -413,7 +408,16 @@ class MergedSave(NamedTuple):
         Raises CorruptCheckpoint if the pieces disagree about a tensor.
         """
         tables = sorted(tables, key=lambda table: table.piece.rank)
-        parts = []
+        chunks = [table.manifest.chunks for table in tables]
+        tensors, tensor = merged_tables(
+            [table.manifest.tensors for table in tables], [c.tensor for c in chunks]
+        )
+        keys = Counter(entry.key for entry in tensors)
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise CorruptCheckpoint(
+                f"the ranks have saved {twice[0]!r} with different shapes or dtypes"
+            )
+        names = []
         for table in tables:
             folder = table.piece.folder
             paths = [f"{folder}/{name}" for name in table.manifest.files]
@@ -421,20 +425,29 @@ class MergedSave(NamedTuple):
                 # The format recognizes common state by the name of its file.
                 common = f"{folder}/{COMMON_FILE}"
                 paths = [COMMON_FILE if path == common else path for path in paths]
-            parts.append(replace(table.manifest, files=tuple(paths), values=None))
-        every = join_manifests(parts)
-        keys = Counter(entry.key for entry in every.tensors)
-        if twice := [key for key, count in keys.items() if count > 1]:
-            raise CorruptCheckpoint(
-                f"the ranks have saved {twice[0]!r} with different shapes or dtypes"
-            )
-        chunks = every.chunks
-        places = np.column_stack(
-            [chunks.tensor, chunks.boxes.offset, chunks.boxes.shape]
-        )
+            names.append(tuple(paths))
+        files, file = merged_tables(names, [c.file for c in chunks])
+        boxes = Boxes.concat([c.boxes for c in chunks])
+        places = np.column_stack([tensor, boxes.offset, boxes.shape])
         first = np.sort(np.unique(places, axis=0, return_index=True)[1])
-        whole = replace(every, chunks=chunks.take(first))
-        used = TensorParts(whole).excerpt(range(len(whole.tensors)))
+        every = Chunks(
+            tensor,
+            boxes,
+            np.concatenate([c.writer for c in chunks]),
+            file,
+            np.concatenate([c.start for c in chunks]),
+            np.concatenate([c.length for c in chunks]),
+            np.concatenate([c.digests for c in chunks]),
+        )
+        whole = replace(
+            tables[0].manifest,
+            tensors=tensors,
+            grids=(None,) * len(tensors),
+            chunks=every.take(first),
+            files=files,
+            values=None,
+        )
+        used = TensorParts(whole).excerpt(range(len(tensors)))
         return cls(tables[0].piece.save, used, tables[0].small)
 
     def needed(

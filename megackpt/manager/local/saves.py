@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -31,12 +30,8 @@ from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.loader.comparison import StateOfStored
 from megackpt.loader.load_session import destination
 from megackpt.manager.local.agent import ensure_agent
-from megackpt.manager.local.drain import DrainSettings, DrainStatus, read_status
-from megackpt.manager.local.drain_records import (
-    OBJECTS,
-    RECORD,
-    SaveNotes,
-)
+from megackpt.manager.local.drain import DrainSettings, read_status
+from megackpt.manager.local.drain_records import RECORD, Record, encode
 from megackpt.manager.local.lineage import Line
 from megackpt.manager.local.pieces import (
     READY,
@@ -45,11 +40,8 @@ from megackpt.manager.local.pieces import (
     Piece,
     transfer,
 )
-from megackpt.manager.local.record_making import make_record
 from megackpt.manager.local.tier import LocalTier
-from megackpt.planning.manifest import Manifest
 from megackpt.saver import save
-from megackpt.saver.deferred_save import DeferredPart
 from megackpt.state import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -66,42 +58,6 @@ logger = logging.getLogger("megackpt.manager")
 _SPARE = 1 << 20  # bytes of a piece in addition to its tensors
 
 
-class Due(NamedTuple):
-    """A save that is due in the storage. ``name``: of the checkpoint, in the run's directory."""
-
-    part: DeferredPart
-    name: str
-    overwrite: bool
-    metrics: dict[str, float]
-    options: dict[str, Any]
-
-    def files(self, piece: Piece, host: str, manifest: Manifest) -> dict[str, bytes]:
-        """What an agent needs, beside a piece of this manifest. The record is the last one."""
-        notes = SaveNotes(
-            piece.save.id,
-            *(piece.save.step, piece.save.size, piece.rank),
-            host,
-            self.name,
-            time.time(),
-            self.overwrite,
-            self.metrics,
-            self.options,
-        )
-        record, objects = make_record(notes, self.part, manifest)
-        return {OBJECTS: objects, RECORD: record.encode()}
-
-
-class _HostAnswer(NamedTuple):
-    """What a rank says before a save. Only the first rank of a host has the last three."""
-
-    step: int
-    nbytes: int
-    free: int
-    sizes: list[int]
-    """Of the saves that are to be drained."""
-    status: DrainStatus
-
-
 class LocalSaves:
     """The local saves of one run. All ranks create it at the same time, and call it.
 
@@ -111,7 +67,7 @@ class LocalSaves:
         strategy: of the pieces.
         process_group: of all ranks. The copies are sent over another group of them.
         queue: of the local saves alone.
-        drain: what an agent has to know, if steps that are due in the storage are drained.
+        drain: for the agents, if steps that are due in the storage are drained.
     """
 
     def __init__(
@@ -122,12 +78,9 @@ class LocalSaves:
         process_group: GroupLike,
         timeout: timedelta,
         queue: AsyncCallsQueue,
-        drain: DrainSettings | None = None,
+        drain: DrainSettings | None,
     ) -> None:
         self._drain = drain
-        # Saves that are due in the storage and were not durable, the oldest first.
-        self._due: list[LocalSave] = []
-        self._is_behind = False
         self._tier = tier
         self._pieces = pieces
         self._strategy = strategy
@@ -166,13 +119,12 @@ class LocalSaves:
         """Whether a local save is not finalized."""
         return self._queue.get_num_unfinalized_calls() > 0
 
-    def begin(self, found: list[LocalSave], due: list[LocalSave]) -> None:
+    def begin(self, found: list[LocalSave]) -> None:
         """A line begins, with these saves on the hosts, in order.
 
-        The last ones stay until a save is complete. ``due``: these are drained.
+        The last ones stay until a save is complete.
         """
         self._complete = found
-        self._due = due
 
     def save(
         self,
@@ -181,13 +133,12 @@ class LocalSaves:
         asynchronous: bool,
         options: Mapping[str, Any],
         line: Line,
-        due: Due | None,
+        due: Record | None,
     ) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
         ``options``: the options of ``megackpt.save`` that change the stored content. ``line``: the
-        line of the save. ``due``: the step is drained. Raises StorageError if a host has no space
-        for it.
+        line of the save. ``due``: it is drained. Raises StorageError if a host has no space for it.
         """
         if self.running:
             logger.info("step %d waits for the local save before it", step)
@@ -198,7 +149,9 @@ class LocalSaves:
         own = as_one_rank(state)
         with self._group() as group:
             try:
-                agreed, self._due = self._prepare(group, step, nbytes_of(own), line)
+                kept = self._find_kept(group)
+                nbytes = nbytes_of(own)
+                agreed = self._prepare(group, step, nbytes, line, kept, due is not None)
             except CheckpointingException as error:
                 name = f"step {step} on the hosts"
                 if not self._queue.failures.tolerates(
@@ -225,15 +178,13 @@ class LocalSaves:
             copied = attempt(partial(write, async_sharded_save=True))
             begin = copied.get
             pending = copied.value and copied.value.async_fn
-        if due is not None:
-            self._due.append(agreed)
-        kept = [*self._kept(), *self._due, agreed]
+        self._complete = kept
 
         def complete() -> None:
             self._complete.append(agreed)
             line.is_complete = True
 
-        work = partial(self._store, piece, kept, begin, line, due)
+        work = partial(self._store, piece, [*kept, agreed], begin, line, due)
         task = Task(lambda _: work(), f"step {step} on the hosts")
         if pending:
             # If the work fails before it writes, the error of the work counts.
@@ -256,97 +207,69 @@ class LocalSaves:
             give_back(self._copies_group, self._process_group)
             self._has_copies_group = False
 
-    def _kept(self) -> list[LocalSave]:
-        """The steps that stay while the next one is written."""
-        return self._complete[1 - self._tier.generations :]
+    def _find_kept(self, group: Group) -> list[LocalSave]:
+        """The steps that stay while the next one is written. Collective if steps are drained.
+
+        They are the last ones, and the one that is being drained.
+        """
+        kept = self._complete[1 - self._tier.generations :]
+        if self._drain is None:
+            return kept
+
+        def durable() -> tuple[str, int | None, str]:
+            status = read_status(self._pieces.location)
+            return status.durable, status.durable_step, status.reason
+
+        durable_id, step, reason = group.reduce_broadcast("durable step", durable, max)
+        waiting = [s for s in self._complete if s.is_due and s.id > durable_id]
+        lost = [str(save.step) for save in waiting[1:] if save not in kept]
+        if lost and group.is_coordinator:
+            logger.warning(
+                "the storage is behind: step %s is removed from the hosts before it is durable. "
+                "The newest durable step is %s, step %d is being drained. %s",
+                ", ".join(lost),
+                step,
+                waiting[0].step,
+                reason,
+            )
+        return [s for s in self._complete if s in kept or s in waiting[:1]]
 
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
     def _prepare(
-        self, group: Group, step: int, nbytes: int, line: Line
-    ) -> tuple[LocalSave, list[LocalSave]]:
+        self,
+        group: Group,
+        step: int,
+        nbytes: int,
+        line: Line,
+        kept: Sequence[LocalSave],
+        is_due: bool,
+    ) -> LocalSave:
         """Check that all hosts have space for a save, and agree on its id.
 
-        ``nbytes``: the bytes of this rank's shards. Also returns the saves that are still to be
-        drained: they stay as long as the hosts have space.
+        ``nbytes``: the bytes of this rank's shards.
         """
         if not self._are_hosts_checked:
             self._check_hosts(group)
             self._are_hosts_checked = True
-        kept = self._kept()
-        due = self._due
 
-        def work() -> _HostAnswer:
+        def work() -> tuple[int, int, int]:
             if not self._is_first:
-                return _HostAnswer(step, nbytes, 0, [], DrainStatus())
-            status = DrainStatus()
-            sizes = []
-            if self._drain is not None:
-                status = read_status(self._pieces.location)
-                sizes = self._pieces.used_bytes(due)
-            free = self._pieces.free_bytes([*kept, *due])
-            return _HostAnswer(step, nbytes, free, sizes, status)
+                return step, nbytes, 0
+            return step, nbytes, self._pieces.free_bytes(kept)
 
-        def decide(answers: Sequence[_HostAnswer]) -> tuple[LocalSave, list[LocalSave]]:
-            steps = {answer.step for answer in answers}
-            if len(steps) > 1:
-                raise ShardingError(f"the ranks save different steps: {sorted(steps)}")
-            stay = self._find_space(answers, kept)
-            return line.new_save(step, group.size), stay
+        def decide(answers: Sequence[tuple[int, int, int]]) -> LocalSave:
+            steps, needed, free = zip(*answers, strict=True)
+            if len({*steps}) > 1:
+                raise ShardingError(
+                    f"the ranks save different steps: {sorted({*steps})}"
+                )
+            generations = self._tier.generations + self._tier.drain
+            self._check_space(needed, free, generations - len(kept))
+            return line.new_save(step, group.size, is_due)
 
         return group.reduce_broadcast("local save", work, decide)
-
-    def _find_space(
-        self, answers: Sequence[_HostAnswer], kept: Sequence[LocalSave]
-    ) -> list[LocalSave]:
-        """On rank 0: the saves that are to be drained and stay.
-
-        Raises StorageError if a host has no space for a save.
-        """
-        statuses = [answer.status for answer in answers]
-        durable = max(status.durable for status in statuses)
-        skipped = {save for status in statuses for save in status.skipped}
-        waiting = [s for s in self._due if s.id > durable and s.id not in skipped]
-        self._warn_of_lag(waiting, statuses)
-        # The saves that are being drained go last.
-        begun = {status.waiting[0] for status in statuses if status.waiting}
-        loose = [save for save in waiting if save not in kept]
-        loose.sort(key=lambda save: save.step in begun)
-        needed = [answer.nbytes for answer in answers]
-        generations = max(self._tier.generations - len(kept), 1)
-        while True:
-            gone = [s not in loose and s not in kept for s in self._due]
-            free = [
-                a.free + sum(n for n, g in zip(a.sizes, gone, strict=False) if g)
-                for a in answers
-            ]
-            lack = self._lack_of_space(needed, free, generations)
-            if not lack:
-                return [save for save in waiting if save in kept or save in loose]
-            if not loose:
-                raise StorageError(lack)
-            given_up = loose.pop(0)
-            logger.warning(
-                "local step %d is removed before it is durable: %s", given_up.step, lack
-            )
-
-    def _warn_of_lag(
-        self, waiting: Sequence[LocalSave], statuses: Sequence[DrainStatus]
-    ) -> None:
-        """One WARNING when a save begins while two are not durable."""
-        is_behind = len(waiting) > 1
-        if is_behind and not self._is_behind:
-            durable = {s.durable: s.durable_step for s in statuses}
-            reasons = {status.reason for status in statuses if status.reason}
-            logger.warning(
-                "the storage is behind: steps %s are on the hosts only, the newest durable step "
-                "is %s. %s",
-                ", ".join(str(save.step) for save in waiting),
-                durable[max(durable)],
-                "; ".join(sorted(reasons)) or "The storage is slower than the saves",
-            )
-        self._is_behind = is_behind
 
     def _check_hosts(self, group: Group) -> None:
         """Raise StorageError unless the ranks of each host, and only they, share one directory."""
@@ -380,10 +303,10 @@ class LocalSaves:
             "see hosts", partial(self._pieces.marks, prefix), compare
         )
 
-    def _lack_of_space(
+    def _check_space(
         self, needed: Sequence[int], free: Sequence[int], generations: int
-    ) -> str:
-        """Which host has no space for ``generations`` further saves; "" if all have."""
+    ) -> None:
+        """Raise StorageError if a host has no space for ``generations`` further saves."""
         required = Counter[str]()
         for rank, host in enumerate(self._hosts):
             for holder in (host, *(self._hosts[to] for to in self._targets[rank])):
@@ -391,13 +314,12 @@ class LocalSaves:
         for host, nbytes in required.items():
             available = free[self._hosts.index(host)]
             if available < nbytes:
-                return (
+                raise StorageError(
                     f"{self._pieces.location} on host {host!r} has {available:,} bytes free, and "
                     f"local checkpoints need {nbytes:,} more: {self._tier.generations} generations "
                     "of what its ranks hold and of copies for other hosts. Make the tmpfs larger "
                     "(mount -o remount,size=..., docker run --shm-size=...), or have fewer copies"
                 )
-        return ""
 
     def _store(
         self,
@@ -405,7 +327,7 @@ class LocalSaves:
         kept: Sequence[LocalSave],
         begin: Callable[[], AsyncRequest | None],
         line: Line,
-        due: Due | None,
+        due: Record | None,
     ) -> None:
         """Remove all steps but ``kept``, write the piece, and exchange copies with other hosts."""
 
@@ -418,8 +340,8 @@ class LocalSaves:
             if request is not None:
                 request.execute_sync()
             if due is not None:
-                host = self._hosts[piece.rank]
-                self._pieces.put_record(piece, partial(due.files, piece, host))
+                record = replace(due, host=self._hosts[piece.rank])
+                self._pieces.put(f"{piece.name}/{RECORD}", encode(record))
 
         def note() -> None:
             with closing(Executor(self._timeout)) as executor:

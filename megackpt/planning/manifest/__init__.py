@@ -279,45 +279,6 @@ class Manifest:
         return replace(self, chunks=chunks, files=files, notes=notes)
 
 
-def join_manifests(parts: Sequence[Manifest]) -> Manifest:
-    """One manifest of what several ranks have written: part i is rank i's, with its own tables."""
-    chunks = [part.chunks for part in parts]
-    tensors, tensor = merged_tables(
-        [part.tensors for part in parts], [c.tensor for c in chunks]
-    )
-    files, file = merged_tables(
-        [part.files for part in parts], [c.file for c in chunks]
-    )
-    counts = list(map(len, chunks))
-    every = Chunks(
-        tensor,
-        Boxes.concat([c.boxes for c in chunks]),
-        np.repeat(np.arange(len(parts), dtype=np.int32), counts),
-        file,
-        joined([c.start for c in chunks], np.int64),
-        joined([c.length for c in chunks], np.int64),
-        np.concatenate([c.digests for c in chunks]),
-    )
-    grids: tuple[None, ...] = (None,) * len(tensors)
-    whole = replace(
-        parts[0], tensors=tensors, grids=grids, chunks=every, files=files, values=None
-    )
-    if parts[0].values is None:
-        return whole
-    numbers = whole.numbers()
-    nonfinite = np.full(len(tensors), -1, np.int64)
-    largest = np.full(len(tensors), -1, np.float32)
-    for part in parts:
-        values = part.values
-        if values is not None:
-            place = np.array([numbers[entry.key] for entry in part.tensors])
-            seen = np.flatnonzero(values.nonfinite >= 0)
-            place = place[seen]
-            nonfinite[place] = np.maximum(nonfinite[place], 0) + values.nonfinite[seen]
-            largest[place] = np.maximum(largest[place], values.largest[seen])
-    return replace(whole, values=TensorValues(nonfinite, largest))
-
-
 class TensorParts:
     """Manifests of a few tensors, each made in time that depends on these tensors alone."""
 
