@@ -7,11 +7,12 @@ due in the storage starts an agent if none runs, and so does the next restore.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import time
 from subprocess import CalledProcessError
 
-from megackpt.async_save.worker_process import give_way, start_detached
+from megackpt.async_save.worker_process import start_detached
 from megackpt.errors import CheckpointingException
 from megackpt.manager.local.drain import HostDrain
 from megackpt.manager.local.pieces import AGENT
@@ -45,7 +46,7 @@ def ensure_agent(location: str) -> None:
 def main(location: str) -> None:
     """Drain the saves in ``location`` until there are none for a while."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    give_way()
+    os.nice(10)  # training is first, and the agent does not starve
     folder = LocalStorage(f"{location}/{AGENT}")
     while folder.lock():
         drain = HostDrain(location)

@@ -57,13 +57,12 @@ from megackpt.manager.local.pieces import (
     HostPieces,
     LocalSave,
     Piece,
-    find_problem,
     parse_save,
 )
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.retention import Retention
 from megackpt.planning.manifest import Manifest, ShardId
-from megackpt.storage import LocalStorage, digest, is_url
+from megackpt.storage import LocalStorage, digest, is_url, read_digested
 from megackpt.strategies import StrategyLike, resolve
 
 logger = logging.getLogger("megackpt.manager")
@@ -334,12 +333,13 @@ class HostDrain:
         target = folder.folder(attempt, partial(advance, 0))
         # Training continues, and needs the page cache for its own files.
         target.direct = True
-        path = self._pieces.path(piece)
-        if problem := find_problem(path, self._timeout):
-            self._set_aside(piece, problem)
+        stored = LocalStorage(self._pieces.path(piece))
+        try:
+            counted = CountedSource(_PieceSource(stored, record), advance)
+            written = TorchDist(**record.options).write(target, record.plan, counted)
+        except (CorruptCheckpoint, FileNotFoundError) as error:
+            self._set_aside(piece, error)
             return
-        counted = CountedSource(_PieceSource(LocalStorage(path), record), advance)
-        written = TorchDist(**record.options).write(target, record.plan, counted)
         mark = Mark(attempt, written, record.manifest)
         folder.put(_mark(piece.rank), encode(mark))
         self.status.reason = ""
@@ -446,12 +446,15 @@ class _PieceSource(Source):
         if shard not in self._place:
             raise CorruptCheckpoint(f"{self._piece.location} does not hold {shard}")
         chunk = self._stored.chunk(self._place[shard])
-        place = chunk.location
+        place, digests = chunk.location, chunk.digests.tobytes()
         buffer = memoryview(bytearray(min(place.length, _BUFFER)))
         with self._piece.open(place.file) as reader:
             for done in range(0, place.length, _BUFFER):
                 part = buffer[: place.length - done]
-                reader.read_into(place.start + done, [part])
+                found = read_digested(reader, place.start + done, part)
+                if not digests.startswith(found):
+                    raise CorruptCheckpoint(f"{shard} is damaged")
+                digests = digests[len(found) :]
                 yield part
 
 
