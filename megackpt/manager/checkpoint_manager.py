@@ -198,19 +198,15 @@ class CheckpointManager(SaveDecisions):
     def durable_step(self) -> int | None:
         """The newest step that was drained into the storage; None if there is none.
 
-        From ``LocalTier(drain=True)`` on this host, which knows it a moment after the commit. This
-        does not touch the storage. ValueError without such a tier.
+        From the agent of this host, which knows it a moment after the commit. This does not touch
+        the storage. None without ``LocalTier(drain=True)``.
         """
         return self.drain_status.durable_step
 
     @property
     def drain_status(self) -> DrainStatus:
         """What the agent of this host says: what waits, since when, and why. See docs/tiers.md."""
-        if self._local is None or self._drain is None:
-            raise ValueError(
-                "this manager drains nothing: give local=LocalTier(drain=True)"
-            )
-        return self._local.status()
+        return self._local.status() if self._local else DrainStatus()
 
     def path(self, step: int) -> str:
         """The path or URL of the checkpoint of a step."""
@@ -269,10 +265,8 @@ class CheckpointManager(SaveDecisions):
         state = stateful.declare(sharded_state_dict)
         given = preprocess_common_before_consistancy_check
         comparable = partial(with_digests, state, stateful.plain, given)
-        stored: dict[str, Any] = {
-            "content_metadata": content_metadata,
-            "allow_large_common_state": allow_large_common_state,
-        }
+        stored: dict[str, Any] = {"content_metadata": content_metadata}
+        stored["allow_large_common_state"] = allow_large_common_state
         options: dict[str, Any] = {
             **stored,
             "process_group": self._process_group,
@@ -285,9 +279,7 @@ class CheckpointManager(SaveDecisions):
         if self._local is not None:
             write = partial(self._local.save, step, state, asynchronous, **stored)
             if self._drain is not None:
-                planning = stored | {"validate": validate_access_integrity}
-                plan = partial(plan_deferred, state, path, self._strategy)
-                plan = partial(plan, comparable=comparable, **planning)
+                plan = partial(plan_deferred, state, path, self._strategy, **options)
                 self._save_to_drain(step, plan, write, overwrite, numbers)
                 return None
             # An error on the hosts is raised after the save in the storage.
@@ -333,7 +325,7 @@ class CheckpointManager(SaveDecisions):
     def _save_to_drain(
         self,
         step: int,
-        plan: Callable[..., DeferredPart],
+        plan: Callable[[], DeferredPart],
         write: Callable[..., None],
         overwrite: bool,
         metrics: dict[str, float],
@@ -345,7 +337,7 @@ class CheckpointManager(SaveDecisions):
             return
         self._last_save_began = time.monotonic()
         try:
-            part = plan(self._process_group, self._timeout)
+            part = plan()
         except CheckpointingException as error:
             path, is_coordinator = self.path(step), coordinates(self._process_group)
             if not self._queue.failures.tolerates(error, path, is_coordinator):

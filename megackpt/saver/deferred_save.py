@@ -47,21 +47,27 @@ def plan_deferred(
     state: ShardedStateDict,
     directory: str,
     strategy: StrategyLike,
+    *,
     process_group: GroupLike,
     timeout: timedelta,
+    validate_access_integrity: bool,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any],
     **options: Any,
 ) -> DeferredPart:
     """Plan a save as ``megackpt.save`` does, without a call to its storage. Collective.
 
-    ``options``: of ``SaveRequest.of``. Raises the errors of declarations and of planning, on all
-    ranks.
+    ``options``: further ones of ``SaveRequest.of``. Raises the errors of declarations and of
+    planning, on all ranks.
     """
     group = group_over(process_group, timeout, f"plan {directory}")
     session = _Deferred(directory, timeout, name_here(group.rank))
     session.group = group
     with session.running():
         declare = partial(SaveRequest.of, state, directory, strategy, group, **options)
-        declared = attempt(declare)
+        comparable = preprocess_common_before_consistancy_check
+        declared = attempt(
+            lambda: declare(validate=validate_access_integrity, comparable=comparable)
+        )
         cached = find_plan(group, declared.value)
         session.total.operation.id = cached.save_id if cached else uuid4().hex
         begun = Attempt[None](None)

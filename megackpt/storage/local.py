@@ -43,7 +43,6 @@ from megackpt.storage.interface import (
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _NOT_REGULAR = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR)
-_NO_LINKS = (errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)
 _REFUSED = (*_NOT_REGULAR, errno.EACCES, errno.EPERM)
 _LONGEST = 255  # most bytes of a name on any known file system
 
@@ -379,15 +378,10 @@ class LocalStorage(Storage):
         self._sync(to)
 
     def link_files(self, folder: LocalStorage, names: Iterable[str]) -> None:
-        """Give files of another folder the same names here, durably. Copies without hard links."""
+        """Give files of another folder the same names here, too, durably, by hard links."""
         for name in names:
-            with self._refusals("link", name):
-                try:
-                    os.link(name, name, src_dir_fd=folder._fd, dst_dir_fd=self._fd)
-                except OSError as error:
-                    if error.errno not in _NO_LINKS:
-                        raise
-                    copy_file(folder._path(name), self._path(name))
+            with self._refusals("make a hard link of", name):
+                os.link(name, name, src_dir_fd=folder._fd, dst_dir_fd=self._fd)
         self._sync("")
 
     def exchange(self, one: str, other: str) -> bool:

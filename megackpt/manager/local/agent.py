@@ -69,9 +69,6 @@ def serve(drain: HostDrain) -> None:
             is_waiting = True
             drain.fail(error)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        except Exception as error:
-            drain.fail(f"the agent has ended: {error!r}")
-            raise
         if is_waiting:
             idle_since = time.monotonic()
         time.sleep(pause)

@@ -124,10 +124,15 @@ class LocalCheckpoints:
         """
         self.poll(blocking=True)
         host, group = self._tier.hostname, self._process_group
+        if self._drain is not None:
+            with group_over(group, self._timeout) as ranks:
+                ranks.reduce_broadcast("agents", self._start_agent, len)
+        return LocalRestore(self._pieces, host, group, self._timeout, self._lines())
+
+    def _start_agent(self) -> None:
         if self._drain is not None and self._pieces.held():
             self._drain.write(self._pieces.location)
             ensure_agent(self._pieces.location)
-        return LocalRestore(self._pieces, host, group, self._timeout, self._lines())
 
     def restored(self, step: int, loaded: LocalSave | None) -> None:
         """The run continues from this step (-1: it begins). ``loaded``: the local save of it."""

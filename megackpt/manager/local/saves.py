@@ -111,8 +111,6 @@ class LocalSaves:
         self._is_first = hosts.index(hosts[self._rank]) == self._rank
         # Complete on all ranks, the oldest first.
         self._complete: list[LocalSave] = []
-        if drain is not None and self._is_first:
-            drain.write(pieces.location)
 
     @property
     def running(self) -> bool:
@@ -216,22 +214,21 @@ class LocalSaves:
         if self._drain is None:
             return kept
 
-        def durable() -> tuple[str, int | None, str]:
+        def durable() -> tuple[str, str]:
             status = read_status(self._pieces.location)
-            return status.durable, status.durable_step, status.reason
+            return status.durable, status.reason
 
-        durable_id, step, reason = group.reduce_broadcast("durable step", durable, max)
-        waiting = [s for s in self._complete if s.is_due and s.id > durable_id]
-        lost = [str(save.step) for save in waiting[1:] if save not in kept]
-        if lost and group.is_coordinator:
-            logger.warning(
-                "the storage is behind: step %s is removed from the hosts before it is durable. "
-                "The newest durable step is %s, step %d is being drained. %s",
-                ", ".join(lost),
-                step,
-                waiting[0].step,
-                reason,
-            )
+        newest, reason = group.reduce_broadcast("durable step", durable, max)
+        waiting = [s for s in self._complete if s.is_due and s.id > newest]
+        for late in waiting[1:]:
+            if late not in kept and group.is_coordinator:
+                logger.warning(
+                    "the storage is behind: step %d is removed from the hosts before it is "
+                    "durable, as step %d is still being drained. %s",
+                    late.step,
+                    waiting[0].step,
+                    reason,
+                )
         return [s for s in self._complete if s in kept or s in waiting[:1]]
 
     def _group(self) -> Group:
@@ -334,6 +331,8 @@ class LocalSaves:
         def remove() -> None:
             if self._is_first:
                 self._pieces.clear(kept)
+                if self._drain is not None:
+                    self._drain.write(self._pieces.location)
 
         def write() -> None:
             request = begin()
