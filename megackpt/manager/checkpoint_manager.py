@@ -228,7 +228,7 @@ class CheckpointManager(SaveDecisions):
         wait_staged: bool = True,
         **objects: Savable,
     ) -> AsyncRequest | None:
-        """Save a step; collective. Returns the request of an asynchronous save.
+        """Save a step; collective. Returns the request of an asynchronous save in the storage.
 
         ``save(step, model=model, optimizer=optimizer, extra={"epoch": 3})`` saves objects, by
         names of your choice, in place of a declared state or together with it: modules (plain, DDP,

@@ -380,6 +380,7 @@ class LocalStorage(Storage):
     def link_files(self, folder: LocalStorage, names: Iterable[str]) -> None:
         """Give files of another folder the same names here, too, durably, by hard links."""
         for name in names:
+            _checked(name)
             with self._refusals("make a hard link of", name):
                 os.link(name, name, src_dir_fd=folder._fd, dst_dir_fd=self._fd)
         self._sync("")

@@ -72,7 +72,7 @@ AREA = ".megackpt-drain"
 _SETTINGS = f"{AGENT}/settings"
 _STATUS = f"{AGENT}/status"
 _DURABLE = "durable"
-_BUFFER = 4 << 20
+_BUFFER = 1 << 20
 """Bytes that are read at a time: a multiple of the blocks that have digests."""
 _OWN_ID = 8
 """Characters of a session's id that differ between the sessions for one local save."""
