@@ -202,6 +202,24 @@ def test_a_lost_host(job: DrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job.check_storage(10)
 
 
+def test_two_of_three_hosts_are_lost(
+    job: DrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two copies; one of the lost hosts had begun to drain."""
+    job.options["copies"] = 2
+    job.ranks = 3
+    job.train(10)
+    job.agent(1).work()
+    job.lose(1)
+    job.lose(2)
+    assert job.agent(0).work()
+    assert job.durable() == []
+    without_lease(monkeypatch)
+    job.drain(0)
+    job.check_storage(10)
+    assert left(job) == areas(job) == []
+
+
 def test_a_damaged_piece(job: DrainJob, monkeypatch: pytest.MonkeyPatch) -> None:
     job.train(10)
     (piece,) = (job.folder / "hosts/host1").glob("*/step_10_*/rank_1_*")

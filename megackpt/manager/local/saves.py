@@ -227,7 +227,7 @@ class LocalSaves:
                     "durable, as step %d is still being drained. %s",
                     late.step,
                     waiting[0].step,
-                    reason,
+                    reason or "The storage is slower than the saves",
                 )
         return [s for s in self._complete if s in kept or s in waiting[:1]]
 
