@@ -199,6 +199,7 @@ def test_retention_removes_older_drained_steps(job: DrainJob) -> None:
         ({"root": "s3://bucket/run"}, "file system"),
         ({"strategy": Strategy(audit="full")}, "compares no replicas"),
         ({"strategy": Strategy(check_values="note")}, "notes no values"),
+        ({"strategy": Strategy(reuse_unchanged=True)}, "links no files"),
         ({"keep_last": 1, "keep_fn": bool}, "keep_fn is a function"),
     ],
 )
