@@ -59,6 +59,9 @@ STATE_DEPTH = 600
 LATE_FILE_SECONDS = 5.0
 """Seconds. Before a commit, a file of another rank may appear, or get its size, so late."""
 
+LEASE_SECONDS = 60.0
+"""Seconds. If a host that drains a local step is silent so long, holders of copies take over."""
+
 # File systems.
 
 DIRECT_BYTES = _from_environment("DIRECT_BYTES", 16 << 20, least=0)

@@ -163,14 +163,39 @@ class WorkerProcess:
         self.process.returncode = 0  # so that Popen does not wait for it
 
 
-def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
+def start_detached(module: str, argument: str) -> None:
+    """Start ``module.main(argument)`` in a process that outlives this one.
+
+    It has a session of its own, and no output. Raises OSError or CalledProcessError where it
+    cannot be started.
+    """
+    # Its parent ends at once, so this process never has to ask for its status.
+    code = "import os, sys; os.fork() and os._exit(0); "
+    code += f"sys.path[:] = {_path()!r}; from {module} import main; main({argument!r})"
+    null = subprocess.DEVNULL
+    command = [sys.executable, "-c", code]
+    with start_lock:
+        subprocess.run(
+            command,
+            check=True,
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            start_new_session=True,
+        )
+
+
+def _path() -> list[str]:
     # Python itself ignores entries of sys.path that are not strings.
     entries: list[object] = [*sys.path]
-    path = [str.__str__(entry) for entry in entries if isinstance(entry, str)]
+    return [str.__str__(entry) for entry in entries if isinstance(entry, str)]
+
+
+def _start(descriptor: int, low_priority: bool) -> subprocess.Popen[bytes]:
     # The descriptor may be 0, 1 or 2 where this process has no standard streams.
     passed = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
     code = _CODE.format(
-        path=path, fd=passed, parent=os.getpid(), low_priority=low_priority
+        path=_path(), fd=passed, parent=os.getpid(), low_priority=low_priority
     )
     output = subprocess.DEVNULL
     # In a process that began without standard error, descriptor 2 may be any file by now.

@@ -40,6 +40,9 @@ megackpt.distributed.failures Failure
 megackpt.distributed.group _ErrorReply
 megackpt.loader.comparison CompareRequest
 megackpt.loader.load_operation _RankRequest
+megackpt.manager.keep_rules KeepRules
+megackpt.manager.local.drain DrainSettings DrainStatus
+megackpt.manager.local.drain_records Mark Record
 megackpt.manager.local.restore MergedSave PieceTable
 megackpt.manager.local.pieces LocalSave Piece PieceFiles
 megackpt.checkpoint.run_directory Step

@@ -20,7 +20,6 @@ from typing import Any, Literal, Never, Self
 from megackpt.async_save import AsyncCallsQueue, AsyncRequest
 from megackpt.checkpoint import absolute
 from megackpt.checkpoint.run_directory import (
-    TRACKERS,
     NamingStyle,
     Restored,
     SaveStatus,
@@ -43,6 +42,8 @@ from megackpt.loader.comparison import KeyMap, Transform
 from megackpt.manager.decisions import SaveDecisions
 from megackpt.manager.keep_rules import KeepRules
 from megackpt.manager.local.checkpoints import LocalCheckpoints
+from megackpt.manager.local.drain import DrainStatus, drain_settings
+from megackpt.manager.local.drain_records import Record
 from megackpt.manager.local.tier import LocalTier
 from megackpt.manager.restorer import Found, Restorer, find_best, find_latest
 from megackpt.manager.retention import Retention
@@ -57,10 +58,11 @@ from megackpt.manager.storage_space import StorageSpace
 from megackpt.option_names import refuse_options
 from megackpt.planning.strict import StrictHandling, Strictness
 from megackpt.saver import save
+from megackpt.saver.deferred_save import DeferredPart, plan_deferred
 from megackpt.saver.replicas_in_memory import compare_replicas
 from megackpt.state import ShardedStateDict
-from megackpt.storage import Advance, Executor, root_at
-from megackpt.strategies import Strategy, StrategyLike, as_strategy
+from megackpt.storage import Advance, Executor
+from megackpt.strategies import Strategy, StrategyLike, as_strategy, resolve
 
 logger = logging.getLogger("megackpt.manager")
 
@@ -165,9 +167,20 @@ class CheckpointManager(SaveDecisions):
             staging_bytes = staging_bytes or 0
         self._queue = queue(self._worker == "process", staging_bytes=staging_bytes)
         self._local = None
+        self._drain = None
         if local is not None:
+            if local.drain:
+                self._drain = drain_settings(
+                    self.root, local, naming, rules, strategy, timeout
+                )
             self._local = LocalCheckpoints(
-                local, self.root, strategy, process_group, timeout, queue()
+                local,
+                self.root,
+                strategy,
+                process_group,
+                timeout,
+                queue(),
+                self._drain,
             )
         self._restorer = Restorer(self._retention, process_group, timeout, self._local)
         self._finalized_steps: list[int] = []
@@ -186,6 +199,20 @@ class CheckpointManager(SaveDecisions):
         if self._local is not None:
             failed += self._local.failed_saves
         return failed
+
+    @property
+    def durable_step(self) -> int | None:
+        """The newest step that was drained into the storage; None if there is none.
+
+        From the agent of this host, which knows it a moment after the commit. This does not touch
+        the storage. None without ``LocalTier(drain=True)``.
+        """
+        return self.drain_status.durable_step
+
+    @property
+    def drain_status(self) -> DrainStatus:
+        """What the agent of this host says: what waits, since when, and why. See docs/tiers.md."""
+        return self._local.status() if self._local else DrainStatus()
 
     def path(self, step: int) -> str:
         """The path or URL of the checkpoint of a step."""
@@ -207,7 +234,7 @@ class CheckpointManager(SaveDecisions):
         wait_staged: bool = True,
         **objects: Savable,
     ) -> AsyncRequest | None:
-        """Save a step; collective. Returns the request of an asynchronous save.
+        """Save a step; collective. Returns the request of an asynchronous save in the storage.
 
         ``save(step, model=model, optimizer=optimizer, extra={"epoch": 3})`` saves objects, by
         names of your choice, in place of a declared state or together with it: modules (plain, DDP,
@@ -242,16 +269,25 @@ class CheckpointManager(SaveDecisions):
         self._ask("keep_fn", self._retention.rules.keep_fn, step)
         stateful = StatefulObjects(objects, self._process_group, _OPTIONS)
         state = stateful.declare(sharded_state_dict)
+        given = preprocess_common_before_consistancy_check
+        comparable = partial(with_digests, state, stateful.plain, given)
+        stored: dict[str, Any] = {"content_metadata": content_metadata}
+        stored["allow_large_common_state"] = allow_large_common_state
+        options: dict[str, Any] = {
+            **stored,
+            "process_group": self._process_group,
+            "timeout": self._timeout,
+            "validate_access_integrity": validate_access_integrity,
+            "preprocess_common_before_consistancy_check": comparable,
+        }
+        path = self.path(step)
         local = Attempt[None](None)
         if self._local is not None:
-            write = partial(
-                self._local.save,
-                step,
-                state,
-                asynchronous,
-                content_metadata=content_metadata,
-                allow_large_common_state=allow_large_common_state,
-            )
+            write = partial(self._local.save, step, state, asynchronous, **stored)
+            if self._drain is not None:
+                plan = partial(plan_deferred, state, path, self._strategy, **options)
+                self._save_to_drain(step, plan, write, overwrite, numbers)
+                return None
             # An error on the hosts is raised after the save in the storage.
             local = attempt(write)
             # Who saves the step again, without asking, wants it in the storage.
@@ -264,8 +300,6 @@ class CheckpointManager(SaveDecisions):
         self._last_save_began = time.monotonic()
         is_coordinator = coordinates(self._process_group)
         committed = partial(self._on_commit, step, is_coordinator, numbers)
-        given = preprocess_common_before_consistancy_check
-        comparable = partial(with_digests, state, stateful.plain, given)
         try:
             if self._local is not None:
                 self._local.before_storage(step)
@@ -275,14 +309,9 @@ class CheckpointManager(SaveDecisions):
                 self.path(step),
                 self._reusing(stateful) if self._reuses else self._strategy,
                 async_sharded_save=asynchronous,
-                process_group=self._process_group,
-                timeout=self._timeout,
-                validate_access_integrity=validate_access_integrity,
-                preprocess_common_before_consistancy_check=comparable,
-                content_metadata=content_metadata,
                 overwrite=overwrite,
-                allow_large_common_state=allow_large_common_state,
                 wait_staged=wait_staged,
+                **options,
             )
         except CheckpointingException as error:
             if not self._tolerates(error, step):
@@ -299,6 +328,31 @@ class CheckpointManager(SaveDecisions):
             self._queue.schedule_async_request(request)
         local.get()
         return request
+
+    def _save_to_drain(
+        self,
+        step: int,
+        plan: Callable[[], DeferredPart],
+        write: Callable[..., None],
+        overwrite: bool,
+        metrics: dict[str, float],
+    ) -> None:
+        """Save a step on the hosts, to be drained if it is due."""
+        is_only_local, self._only_local = self._only_local == step, None
+        if is_only_local:
+            write()
+            return
+        self._last_save_began = time.monotonic()
+        try:
+            part = plan()
+        except CheckpointingException as error:
+            path, is_coordinator = self.path(step), coordinates(self._process_group)
+            if not self._queue.failures.tolerates(error, path, is_coordinator):
+                raise
+            return
+        options = dict(vars(resolve(self._strategy).make_writer()))
+        name = self._naming.name(step)
+        write(due=Record(name, time.time(), overwrite, metrics, options, *part))
 
     def save_if_due(
         self,
@@ -591,13 +645,7 @@ class CheckpointManager(SaveDecisions):
         if not is_coordinator:
             return
 
-        def track(advance: Advance) -> None:
-            if self._naming.style == "megatron":
-                root = root_at(self.root)
-                advance(0)  # raises if the storage was given up
-                root.put(TRACKERS[0], str(step).encode())
-            self._retention.note_metrics(step, metrics, advance)
-
+        track = partial(self._retention.note_complete, step, metrics)
         try:
             self._restorer.on_storage("track", track)
         except (CheckpointingException, OSError) as error:

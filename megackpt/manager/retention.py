@@ -27,6 +27,7 @@ from megackpt.checkpoint import (
 from megackpt.checkpoint.opening import shortfalls
 from megackpt.checkpoint.run_directory import (
     METRICS,
+    TRACKERS,
     Naming,
     RunDirectory,
     Step,
@@ -49,6 +50,7 @@ from megackpt.storage import (
     Executor,
     LocalStorage,
     Storage,
+    root_at,
 )
 
 logger = logging.getLogger("megackpt.manager")
@@ -224,6 +226,16 @@ class Retention:
             if self._remove(run, name):
                 removed.append(name)
         return removed
+
+    def note_complete(
+        self, step: int, metrics: dict[str, float], advance: Advance
+    ) -> None:
+        """Write the tracker of the naming, and ``note_metrics``."""
+        if self.naming.style == "megatron":
+            root = root_at(self.root)
+            advance(0)  # raises if the storage was given up
+            root.put(TRACKERS[0], str(step).encode())
+        self.note_metrics(step, metrics, advance)
 
     def note_metrics(
         self, step: int, metrics: dict[str, float], advance: Advance

@@ -223,10 +223,10 @@ def save(
     with session.running():
         # Declare and begin. The next collective step raises their errors on all ranks.
         declared = attempt(declare)
-        cached = _find_plan(group, declared.value)
+        cached = find_plan(group, declared.value)
         started = begin(session, declared, cached)
         # Plan, unless all ranks hold the plan of an earlier save.
-        reuse, turn = _all_ranks_reuse(group, declared, cached, started)
+        reuse, turn = all_ranks_reuse(group, declared, cached, started)
         if cached is not None and reuse:
             request = declared.get()
             part = cached
@@ -296,7 +296,7 @@ class _RankReply:
     replicas: RankReplicas | None = None
 
 
-def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
+def find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     """The plan of an earlier save of these declarations, with a new id.
 
     All ranks that hold a plan of one planning round derive the same id.
@@ -311,7 +311,7 @@ def _find_plan(group: Group, request: SaveRequest | None) -> RankPart | None:
     )
 
 
-def _all_ranks_reuse(
+def all_ranks_reuse(
     group: Group,
     declared: Attempt[SaveRequest],
     cached: RankPart | None,
@@ -445,7 +445,7 @@ def _plan_for_all(
     )
     layout = request.backend.layout(len(parts), manifest)
     session.announce([*layout.files, *request.folders])
-    save_id = session.begun.save_id
+    save_id = session.total.operation.id
     view = None
     if any(part.common != parts[0].common for part in parts):
         view = pickled(COMMON, request.compared)

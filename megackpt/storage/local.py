@@ -377,6 +377,14 @@ class LocalStorage(Storage):
             )
         self._sync(to)
 
+    def link_files(self, folder: LocalStorage, names: Iterable[str]) -> None:
+        """Give files of another folder the same names here, too, durably, by hard links."""
+        for name in names:
+            _checked(name)
+            with self._refusals("make a hard link of", name):
+                os.link(name, name, src_dir_fd=folder._fd, dst_dir_fd=self._fd)
+        self._sync("")
+
     def exchange(self, one: str, other: str) -> bool:
         """Swap two entries of the root itself, durably and atomically. False if unsupported."""
         with self._refusals("exchange", one):

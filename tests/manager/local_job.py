@@ -53,14 +53,14 @@ class Job:
         options = {"save_interval": self.interval, "process_group": group} | options
         return CheckpointManager(self.folder / "run", local=local, **options)
 
-    def train(self, *steps: int, **options: Any) -> None:
+    def train(self, *steps: int, overwrite: bool = True, **options: Any) -> None:
         """Save these steps."""
 
         def rank(group: ThreadedGroup) -> None:
             with self.manager(group, **options) as manager:
                 for step in steps:
                     if manager.should_save(step):
-                        manager.save(step, state(group, step))
+                        manager.save(step, state(group, step), overwrite=overwrite)
 
         ThreadedGroup.run(self.ranks, rank)
 

@@ -592,3 +592,16 @@ def test_renaming_where_nothing_may_be_replaced(root, tmp_path, monkeypatch, lin
     assert os.listdir(tmp_path / "folder") == []
     root.rename("c", "b")
     assert root.get("b") == b"new"
+
+
+def test_files_of_another_folder_get_names_here(tmp_path):
+    there = LocalStorage(tmp_path / "there", create=True)
+    here = LocalStorage(tmp_path / "here", create=True)
+    there.put("data", b"bytes")
+    here.link_files(there, ["data"])
+    there.delete("data")
+    assert here.get("data") == b"bytes"
+    with pytest.raises(CorruptCheckpoint, match="is not a name"):
+        here.link_files(there, ["../here/data"])
+    with pytest.raises(StorageError, match="make a hard link of"):
+        here.link_files(there, ["data"])

@@ -12,6 +12,9 @@ from typing import Any, TypeVar
 
 from megackpt.async_save import AsyncCallsQueue
 from megackpt.distributed import GroupLike, group_over
+from megackpt.manager.local.agent import ensure_agent
+from megackpt.manager.local.drain import DrainSettings, DrainStatus, read_status
+from megackpt.manager.local.drain_records import Record
 from megackpt.manager.local.lineage import Line, Lines, read_lines
 from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece
 from megackpt.manager.local.restore import LocalRestore
@@ -32,6 +35,7 @@ class LocalCheckpoints:
         root: the directory or URL of the run.
         strategy: of the saves in the storage. The local ones are in the format torch_dist.
         queue: of the local saves alone.
+        drain: what an agent has to know, if steps that are due in the storage are drained.
     """
 
     def __init__(
@@ -42,7 +46,9 @@ class LocalCheckpoints:
         process_group: GroupLike,
         timeout: timedelta,
         queue: AsyncCallsQueue,
+        drain: DrainSettings | None,
     ) -> None:
+        self._drain = drain
         self._tier = tier
         self._root = root
         check_values: CheckValues = "off"
@@ -67,14 +73,24 @@ class LocalCheckpoints:
         """The number of local saves that failed."""
         return self._queue.failures.failed
 
+    def status(self) -> DrainStatus:
+        """What the agent of this host says. Not collective."""
+        return read_status(self._pieces.location)
+
     def save(
-        self, step: int, state: ShardedStateDict, asynchronous: bool, **options: Any
+        self,
+        step: int,
+        state: ShardedStateDict,
+        asynchronous: bool,
+        due: Record | None = None,
+        **options: Any,
     ) -> None:
         """Save a step on the hosts, if ``LocalTier.every`` divides its number. Collective.
 
-        ``options``: the options of ``megackpt.save`` that change the stored content.
+        ``due``: save it in any case, to be drained. ``options``: the options of ``megackpt.save``
+        that change the stored content.
         """
-        if step % self._tier.every == 0:
+        if due is not None or step % self._tier.every == 0:
             line = self._begin_line(step)
             if self._saves is None:
                 self._saves = LocalSaves(
@@ -84,11 +100,12 @@ class LocalCheckpoints:
                     self._process_group,
                     self._timeout,
                     self._queue,
+                    self._drain,
                 )
             if not line.is_begun:
                 self._saves.begin(self._found(line))
                 line.is_begun = True
-            self._saves.save(step, state, asynchronous, options, line)
+            self._saves.save(step, state, asynchronous, options, line, due)
 
     def before_storage(self, step: int) -> None:
         """A save of this step in the storage begins. Collective.
@@ -107,7 +124,15 @@ class LocalCheckpoints:
         """
         self.poll(blocking=True)
         host, group = self._tier.hostname, self._process_group
+        if self._drain is not None:
+            with group_over(group, self._timeout) as ranks:
+                ranks.reduce_broadcast("agents", self._start_agent, len)
         return LocalRestore(self._pieces, host, group, self._timeout, self._lines())
+
+    def _start_agent(self) -> None:
+        if self._drain is not None and self._pieces.held():
+            self._drain.write(self._pieces.location)
+            ensure_agent(self._pieces.location)
 
     def restored(self, step: int, loaded: LocalSave | None) -> None:
         """The run continues from this step (-1: it begins). ``loaded``: the local save of it."""

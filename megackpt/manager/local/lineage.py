@@ -49,10 +49,10 @@ class Line:
         self._lock = Lock()
         self._is_written = False
 
-    def new_save(self, step: int, size: int) -> LocalSave:
-        """A save of ``size`` ranks. On rank 0."""
-        self._saves += 1
-        return LocalSave(step, f"{self._id}{self._saves:08x}", size)
+    def new_save(self, step: int, size: int, is_due: bool) -> LocalSave:
+        """A save of ``size`` ranks; ``is_due``: it is drained. On rank 0."""
+        self._saves += 2
+        return LocalSave(step, f"{self._id}{self._saves + is_due:08x}", size)
 
     def promise(self, first: int) -> None:
         """The step ``first`` will be saved in the storage, as the first of this line. On rank 0.

@@ -22,6 +22,11 @@ from megackpt.storage import Executor, LocalStorage, digest
 P = ParamSpec("P")
 T = TypeVar("T")
 
+AGENT = ".agent"
+"""The folder of the agent that drains the saves of the run on this host."""
+READY = "ready"
+"""A file in the folder of a save: all ranks have their pieces and copies of it."""
+
 _STEP = re.compile("step_([0-9]+)_([0-9a-f]+)")
 _RANK = re.compile("rank_([0-9]+)_of_([0-9]+)")
 _LINE = 24  # characters of the id of a line
@@ -41,6 +46,11 @@ class LocalSave(NamedTuple):
     def counts(self, lines: Mapping[str, int]) -> bool:
         """Whether the save is one of these lines, and not after the last step of it."""
         return self.step <= lines.get(self.id[:_LINE], -1)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the save is due in the storage, too, and is drained."""
+        return int(self.id[-1], 16) % 2 == 1
 
     @property
     def folder(self) -> str:
@@ -142,6 +152,11 @@ class HostPieces:
 
         with closing(Executor(self.timeout)) as executor:
             executor.call(f"removal of older steps in {self.location}", remove)
+
+    @_bounded
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file. ``name``: relative to the directory of the run."""
+        LocalStorage(self.location).put(name, data)
 
     @_bounded
     def free_bytes(self, keep: Iterable[LocalSave]) -> int:
@@ -280,17 +295,27 @@ def find_problem(
     return CorruptCheckpoint("; ".join(problems[:3])) if problems else None
 
 
+def parse_save(folder: str, size: int = 0) -> LocalSave | None:
+    """The save whose folder has this name; None for other names."""
+    found = _STEP.fullmatch(folder)
+    if found is None:
+        return None
+    save = LocalSave(int(found[1]), found[2], size)
+    return save if save.folder == folder else None
+
+
 def _piece(folder: str, name: str) -> Piece | None:
     """The piece at this place; None for other names."""
-    step, rank = _STEP.fullmatch(folder), _RANK.fullmatch(name)
-    if step and rank:
-        piece = Piece(LocalSave(int(step[1]), step[2], int(rank[2])), int(rank[1]))
-        if piece.rank < piece.save.size and piece.name == f"{folder}/{name}":
+    rank = _RANK.fullmatch(name)
+    save = parse_save(folder, int(rank[2])) if rank else None
+    if save and rank:
+        piece = Piece(save, int(rank[1]))
+        if piece.rank < piece.save.size and piece.folder == name:
             return piece
     return None
 
 
 def _superfluous(storage: LocalStorage, keep: Iterable[LocalSave]) -> list[str]:
     """The entries that are none of these saves."""
-    kept = {save.folder for save in keep}
+    kept = {AGENT, *(save.folder for save in keep)}
     return [name for name in storage.list() if name not in kept]

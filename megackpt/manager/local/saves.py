@@ -29,8 +29,17 @@ from megackpt.distributed import (
 from megackpt.errors import CheckpointingException, ShardingError, StorageError
 from megackpt.loader.comparison import StateOfStored
 from megackpt.loader.load_session import destination
+from megackpt.manager.local.agent import ensure_agent
+from megackpt.manager.local.drain import DrainSettings, read_status
+from megackpt.manager.local.drain_records import RECORD, Record, encode
 from megackpt.manager.local.lineage import Line
-from megackpt.manager.local.pieces import HostPieces, LocalSave, Piece, transfer
+from megackpt.manager.local.pieces import (
+    READY,
+    HostPieces,
+    LocalSave,
+    Piece,
+    transfer,
+)
 from megackpt.manager.local.tier import LocalTier
 from megackpt.saver import save
 from megackpt.state import (
@@ -58,6 +67,7 @@ class LocalSaves:
         strategy: of the pieces.
         process_group: of all ranks. The copies are sent over another group of them.
         queue: of the local saves alone.
+        drain: for the agents, if steps that are due in the storage are drained.
     """
 
     def __init__(
@@ -68,7 +78,9 @@ class LocalSaves:
         process_group: GroupLike,
         timeout: timedelta,
         queue: AsyncCallsQueue,
+        drain: DrainSettings | None,
     ) -> None:
+        self._drain = drain
         self._tier = tier
         self._pieces = pieces
         self._strategy = strategy
@@ -119,11 +131,12 @@ class LocalSaves:
         asynchronous: bool,
         options: Mapping[str, Any],
         line: Line,
+        due: Record | None,
     ) -> None:
         """Save a step; collective. It waits until the save before has ended on all ranks.
 
         ``options``: the options of ``megackpt.save`` that change the stored content. ``line``: the
-        line of the save. Raises StorageError if a host has no space for it.
+        line of the save. ``due``: it is drained. Raises StorageError if a host has no space for it.
         """
         if self.running:
             logger.info("step %d waits for the local save before it", step)
@@ -134,7 +147,9 @@ class LocalSaves:
         own = as_one_rank(state)
         with self._group() as group:
             try:
-                agreed = self._prepare(group, step, nbytes_of(own), line)
+                kept = self._find_kept(group)
+                nbytes = nbytes_of(own)
+                agreed = self._prepare(group, step, nbytes, line, kept, due is not None)
             except CheckpointingException as error:
                 name = f"step {step} on the hosts"
                 if not self._queue.failures.tolerates(
@@ -161,13 +176,13 @@ class LocalSaves:
             copied = attempt(partial(write, async_sharded_save=True))
             begin = copied.get
             pending = copied.value and copied.value.async_fn
-        kept = [*self._kept(), agreed]
+        self._complete = kept
 
         def complete() -> None:
             self._complete.append(agreed)
             line.is_complete = True
 
-        work = partial(self._store, piece, kept, begin, line)
+        work = partial(self._store, piece, [*kept, agreed], begin, line, due)
         task = Task(lambda _: work(), f"step {step} on the hosts")
         if pending:
             # If the work fails before it writes, the error of the work counts.
@@ -190,14 +205,44 @@ class LocalSaves:
             give_back(self._copies_group, self._process_group)
             self._has_copies_group = False
 
-    def _kept(self) -> list[LocalSave]:
-        """The steps that stay while the next one is written."""
-        return self._complete[1 - self._tier.generations :]
+    def _find_kept(self, group: Group) -> list[LocalSave]:
+        """The steps that stay while the next one is written. Collective if steps are drained.
+
+        They are the last ones, and the one that is being drained.
+        """
+        kept = self._complete[1 - self._tier.generations :]
+        if self._drain is None:
+            return kept
+
+        def durable() -> tuple[str, str]:
+            status = read_status(self._pieces.location)
+            return status.durable, status.reason
+
+        newest, reason = group.reduce_broadcast("durable step", durable, max)
+        waiting = [s for s in self._complete if s.is_due and s.id > newest]
+        for late in waiting[1:]:
+            if late not in kept and group.is_coordinator:
+                logger.warning(
+                    "the storage is behind: step %d is removed from the hosts before it is "
+                    "durable, as step %d is still being drained. %s",
+                    late.step,
+                    waiting[0].step,
+                    reason or "The storage is slower than the saves",
+                )
+        return [s for s in self._complete if s in kept or s in waiting[:1]]
 
     def _group(self) -> Group:
         return group_over(self._process_group, self._timeout)
 
-    def _prepare(self, group: Group, step: int, nbytes: int, line: Line) -> LocalSave:
+    def _prepare(
+        self,
+        group: Group,
+        step: int,
+        nbytes: int,
+        line: Line,
+        kept: Sequence[LocalSave],
+        is_due: bool,
+    ) -> LocalSave:
         """Check that all hosts have space for a save, and agree on its id.
 
         ``nbytes``: the bytes of this rank's shards.
@@ -205,7 +250,6 @@ class LocalSaves:
         if not self._are_hosts_checked:
             self._check_hosts(group)
             self._are_hosts_checked = True
-        kept = self._kept()
 
         def work() -> tuple[int, int, int]:
             if not self._is_first:
@@ -218,8 +262,9 @@ class LocalSaves:
                 raise ShardingError(
                     f"the ranks save different steps: {sorted({*steps})}"
                 )
-            self._check_space(needed, free, self._tier.generations - len(kept))
-            return line.new_save(step, group.size)
+            generations = self._tier.generations + self._tier.drain
+            self._check_space(needed, free, generations - len(kept))
+            return line.new_save(step, group.size, is_due)
 
         return group.reduce_broadcast("local save", work, decide)
 
@@ -279,17 +324,23 @@ class LocalSaves:
         kept: Sequence[LocalSave],
         begin: Callable[[], AsyncRequest | None],
         line: Line,
+        due: Record | None,
     ) -> None:
         """Remove all steps but ``kept``, write the piece, and exchange copies with other hosts."""
 
         def remove() -> None:
             if self._is_first:
                 self._pieces.clear(kept)
+                if self._drain is not None:
+                    self._drain.write(self._pieces.location)
 
         def write() -> None:
             request = begin()
             if request is not None:
                 request.execute_sync()
+            if due is not None:
+                record = replace(due, host=self._hosts[piece.rank])
+                self._pieces.put(f"{piece.name}/{RECORD}", encode(record))
 
         def note() -> None:
             with closing(Executor(self._timeout)) as executor:
@@ -310,6 +361,9 @@ class LocalSaves:
                 transfer(group, self._pieces, sent, received)
             if not line.is_complete:
                 group.broadcast("note the run", note)
+        if due is not None and self._is_first:
+            self._pieces.put(f"{piece.save.folder}/{READY}", b"")
+            ensure_agent(self._pieces.location)
 
 
 def as_one_rank(state: Any) -> Any:

@@ -28,6 +28,9 @@ class LocalTier:
         place_copies: a function that takes a rank and the hosts of all ranks, and returns the
             ranks that get its copies: ``copies`` of them, none on the host of the rank itself. Rank
             0 calls the function. None: see ``next_hosts``.
+        drain: steps that are due in the storage are saved in ``path`` only, whatever ``every``
+            says. A process of each host, which outlives this one, copies them into the storage.
+        drain_bytes_per_second: the most that each host writes into the storage (None: no limit).
     """
 
     path: str | os.PathLike[str]
@@ -38,6 +41,8 @@ class LocalTier:
     place_copies: Callable[[int, Sequence[str]], Sequence[int]] | None = field(
         default=None, repr=False
     )
+    drain: bool = False
+    drain_bytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for name, lowest in (("every", 1), ("copies", 0), ("generations", 2)):
@@ -46,6 +51,11 @@ class LocalTier:
                 raise ValueError(
                     f"{name} of a LocalTier is {lowest} or more, not {value!r}"
                 )
+        rate = self.drain_bytes_per_second
+        if rate is not None and not (self.drain and rate > 0):
+            raise ValueError(
+                f"drain_bytes_per_second is more than 0, and needs drain=True, not {rate!r}"
+            )
 
     @property
     def hostname(self) -> str:
