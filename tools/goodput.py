@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -19,15 +21,18 @@ from typing import Any
 
 import torch
 from goodput_runs import storage
-from goodput_runs.contestants import CONTESTANTS
+from goodput_runs.contestants import CONTESTANTS, FOLDERS
 from goodput_runs.counting import Figures, count
 from goodput_runs.report import draw, table
 from goodput_runs.schedule import KINDS, schedule
-from goodput_runs.supervisor import run, undisturbed
+from goodput_runs.supervisor import ROOT, run, undisturbed
 
 
 def main() -> None:
     options = parse()
+    if os.geteuid() != 0:
+        raise SystemExit("root is needed: for namespaces, mounts and limits of devices")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was mounted is undone
     kinds = [kind for kind in options.kinds if storage.missing(kind) is None]
     for kind in set(options.kinds) - set(kinds):
         print(f"left out: {KINDS[kind]}: {storage.missing(kind)}")
@@ -44,6 +49,11 @@ def main() -> None:
         path = Path(options.keep or folder)
         right = undisturbed(plan.steps, options.seed, path / "undisturbed")
         for name in options.only:
+            if absent := [
+                at for at in FOLDERS.get(name, ()) if not (ROOT / at).is_dir()
+            ]:
+                print(f"left out: {name}: {absent[0]} is missing (make peers)")
+                continue
             print(f"{name}: {plan.steps} steps, {len(plan.faults)} faults", flush=True)
             done = run(name, plan, options.seed, path / name.replace(" ", "-"))
             found[name] = count(

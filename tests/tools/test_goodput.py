@@ -6,6 +6,7 @@ import errno
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -110,12 +111,12 @@ def test_a_schedule_depends_on_its_seed_alone(goodput: SimpleNamespace) -> None:
     assert make(3) == make(3)
     assert make(3) != make(4)
     plan = make(3, every=50, count=14)
-    assert plan.steps == 750
+    assert plan.steps == 700
     assert Counter(fault.kind for fault in plan.faults) == dict.fromkeys(
         goodput.schedule.KINDS, 2
     )
     windows = [fault.step // 50 for fault in plan.faults]
-    assert windows == list(range(1, 15))
+    assert windows == list(range(14))
     assert {fault.host for fault in plan.faults} == {"one", "two"}
 
 
@@ -171,9 +172,11 @@ def test_the_page_states_the_rule_with_its_numbers(goodput: SimpleNamespace) -> 
 def test_a_storage_refuses_and_is_well_again(
     goodput: SimpleNamespace, tmp_path: Path, kind: str, number: int
 ) -> None:
+    """ext4 has no quota that binds root: then the tool says which package is missing."""
     storage = goodput.storage
-    if storage.missing(kind):
-        pytest.skip(storage.missing(kind))
+    if kind == "quota" and shutil.which("mkfs.btrfs") is None:
+        assert "btrfs-progs" in storage.missing(kind)
+        return
 
     def written(live: Path, name: str) -> int:
         folder = live / name
@@ -201,8 +204,9 @@ def test_a_killed_rank_costs_steps_and_no_losses_change(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "tools/goodput.py", "--json", figures]
     command += ["--only", "megackpt", "torch DCP"]
-    command += ["--kinds", "kill", "--every", "20", "--faults", "1"]
-    subprocess.run(command, check=True, cwd=ROOT, env=os.environ, timeout=600)
+    command += ["--kinds", "kill", "--every", "40", "--faults", "1"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=600)
     report = json.loads(figures.read_text())
     assert len(report["faults"]) == 1
     for name, found in report["contestants"].items():

@@ -50,16 +50,16 @@ def schedule(
 ) -> Schedule:
     """``count`` faults, one in ``every`` steps. Each kind strikes once before any strikes again.
 
-    The fault of a window of ``every`` steps strikes in its first half, so that its effects are
-    over before the next one. The first window has no fault.
+    The fault of a window of ``every`` steps strikes in its first half, and not in its first fifth:
+    there is a checkpoint before the first fault, and the effects of one are over before the next.
     """
     dice = random.Random(seed)
     faults: list[Fault] = []
     order: list[str] = []
-    for number in range(1, count + 1):
+    for number in range(count):
         if not order:
             order = list(kinds)
             dice.shuffle(order)
-        step = number * every + dice.randrange(max(1, every // 2))
+        step = number * every + every // 5 + dice.randrange(max(1, every * 3 // 10))
         faults.append(Fault(step, order.pop(), dice.randrange(RANKS)))
-    return Schedule(tuple(faults), every * (count + 1))
+    return Schedule(tuple(faults), every * count)

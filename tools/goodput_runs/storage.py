@@ -141,8 +141,10 @@ class Storage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.end()
-        self._undo.close()
+        try:
+            self.end()
+        finally:
+            self._undo.close()
 
 
 def _run(*words: str | Path) -> None:

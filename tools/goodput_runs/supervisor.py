@@ -115,8 +115,11 @@ class Supervisor:
         undo.callback(self._network.remove)
         self._hosts: dict[str, Host] = {}
         undo.callback(self._end_hosts)
+        undo.callback(self._storage.end)  # before: no process ends on a frozen one
         for name in HOSTS:
-            self._begin_host(name)
+            self._hosts[name] = self._host(name)
+        lost = [fault.host for fault in plan.faults if fault.kind == "host"]
+        self._spares = [(name, self._host(name)) for name in lost]
         where = str(self._storage.path)
         self._order = Order(contestant, where, MEMORY, plan.steps, seed)
         self._pending = list(plan.faults)
@@ -130,16 +133,19 @@ class Supervisor:
         self._furthest = 0
         self._moved = time.monotonic()
 
-    def _begin_host(self, name: str) -> None:
-        self._hosts[name] = Host(self._network, name, self._folder, self._contestant)
+    def _host(self, name: str) -> Host:
+        return Host(self._network, name, self._folder, self._contestant)
 
     def _end_hosts(self) -> None:
-        for host in self._hosts.values():
+        for host in self._all():
             host.kill()
 
+    def _all(self) -> list[Host]:
+        return [*self._hosts.values(), *(host for _, host in self._spares)]
+
     def outcome(self) -> Outcome:
-        for host in self._hosts.values():
-            _wait(host.ready.is_set, 120, "a host does not begin")
+        for host in self._all():
+            _wait(host.ready.is_set, 300, "a host does not begin")
         began = time.monotonic()
         self._start()
         while not self._is_done() and not self._watch.gives_up:
@@ -246,16 +252,22 @@ class Supervisor:
         until = time.monotonic() + RESTART_DELAY
         for name, host in tuple(self._hosts.items()):
             if host.is_gone:
-                self._network.replace(name)
-                self._begin_host(name)
+                self._replace(name)
         _wait(lambda: self._tick() > until, 60, "the delay")
-        for host in self._hosts.values():
-            _wait(host.ready.is_set, 120, "a host does not begin")
         action = self._watch.restarted(self._furthest)
         if action is not None:
             self._act(action)
         if not self._watch.gives_up:
             self._start()
+
+    def _replace(self, name: str) -> None:
+        """A spare host gets the address of the lost one."""
+        spare = next((one for one in self._spares if one[0] == name), None)
+        if spare is None:
+            text = (self._folder / f"{name}.txt").read_text()
+            raise RuntimeError(f"host {name} has ended by itself: {text[-2000:]}")
+        self._spares.remove(spare)
+        self._hosts[name] = spare[1]
 
     def _tick(self) -> float:
         self._strike()
