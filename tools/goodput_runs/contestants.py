@@ -273,6 +273,12 @@ class Nvrx(Megatron):
     A copy of each rank's part is on the other host. The CPU answers the calls of CUDA here, too.
     """
 
+    imports = (
+        "nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager",
+        "nvidia_resiliency_ext.checkpointing.local.replication.strategies",
+        "megatron.core.dist_checkpointing.tensor_aware_state_dict",
+    )
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         local = "nvidia_resiliency_ext.checkpointing.local"
