@@ -151,9 +151,11 @@ class Supervisor:
         while not self._is_done() and not self._watch.gives_up:
             time.sleep(0.02)
             self._look()
-            self._strike()
+            self._heal()
             if self._has_ended() or self._is_silent():
                 self._restart()
+            else:  # a fault that falls due between two jobs strikes the next one
+                self._strike()
         seconds = time.monotonic() - began
         actions = self._watch.actions
         return Outcome(self._entries, seconds, self._life, actions, self._struck)
@@ -180,15 +182,17 @@ class Supervisor:
             self._furthest = max(self._furthest, entry.get("step", 0))
             self._moved = time.monotonic()
 
-    def _strike(self) -> None:
-        """End the fault whose time is over; begin the next one, if it is due."""
-        if self._over is not None:
-            when, end = self._over
-            if time.monotonic() < when:
-                return
-            end()
+    def _heal(self) -> None:
+        """End the fault whose time is over."""
+        if self._over is not None and time.monotonic() >= self._over[0]:
+            self._over[1]()
             self._over = None
-        if self._pending and self._pending[0].step <= self._furthest:
+
+    def _strike(self) -> None:
+        """Begin the next fault, if it is due and no other one lasts."""
+        if self._over is not None or not self._pending:
+            return
+        if self._pending[0].step <= self._furthest:
             fault = self._pending.pop(0)
             now = time.monotonic()
             self._struck.append({"step": self._furthest, "kind": fault.kind, "at": now})
@@ -241,7 +245,7 @@ class Supervisor:
 
         def all_ended() -> bool:
             self._look()
-            self._strike()  # a process that waits for a hung storage ends when the fault does
+            self._heal()  # a process that waits for a hung storage ends when the fault does
             return all(
                 host.is_gone
                 or sum(one["life"] == self._life for one in tuple(host.ended)) == mine
@@ -270,7 +274,7 @@ class Supervisor:
         self._hosts[name] = spare[1]
 
     def _tick(self) -> float:
-        self._strike()
+        self._heal()
         return time.monotonic()
 
     def _act(self, action: str) -> None:
