@@ -33,6 +33,8 @@ def main() -> None:
     if os.geteuid() != 0:
         raise SystemExit("root is needed: for namespaces, mounts and limits of devices")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was mounted is undone
+    for file in filter(None, (options.json, options.chart)):
+        file.parent.mkdir(parents=True, exist_ok=True)
     kinds = [kind for kind in options.kinds if storage.missing(kind) is None]
     for kind in set(options.kinds) - set(kinds):
         print(f"left out: {KINDS[kind]}: {storage.missing(kind)}")

@@ -82,6 +82,8 @@ def test_a_run_that_does_not_reach_its_end_is_not_finished(
     found = goodput.counting.count(stepped(1, 2), RIGHT, 10, 20.0, 0, ["a", "b", "c"])
     assert not found.finished
     assert "given up" in goodput.report.table({"peer": found})
+    skipped = goodput.counting.count(stepped(1, 2, 10), RIGHT, 10, 20.0, 0, [])
+    assert not skipped.finished
 
 
 def test_restarts_without_a_new_step_need_a_person(goodput: SimpleNamespace) -> None:

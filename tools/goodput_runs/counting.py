@@ -103,9 +103,8 @@ def count(
 ) -> Figures:
     """The figures of a run that ought to reach step ``last``.
 
-    A step is useful once, however often it was run; so are steps up to the furthest one, and of a
-    run that did not reach the end only those which a restart would not lose are not known: such a run
-    is not ``finished``. A loss is wrong if it is not, bit for bit, that of the undisturbed run.
+    A step is useful once, however often it was run. A run is finished if it has run each step. A
+    loss is wrong if it is not, bit for bit, the loss of this step in the undisturbed run.
     """
     right = losses_of(undisturbed)
     steps = steps_of(entries)
@@ -113,7 +112,7 @@ def count(
     wrong = sum(entry["loss"] != right[entry["step"]] for entry in steps)
     each = median(entry["seconds"] for entry in steps_of(undisturbed))
     return Figures(
-        max(done, default=0) == last,
+        done == set(range(1, last + 1)),
         len(done),
         len(steps),
         wrong,
