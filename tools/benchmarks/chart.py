@@ -118,10 +118,15 @@ def draw(report: dict[str, Any]) -> str:
     for panel in lines:
         parts.append(panel.svg(MARGIN, y))
         y += panel.height + MARGIN
-    for line in (*LEGEND, *_machine(report)):
+    return page(WIDTH + MARGIN, y, parts, (*LEGEND, *_machine(report)))
+
+
+def page(width: int, y: int, parts: Sequence[str], lines: Sequence[str]) -> str:
+    """The whole SVG: these parts, which end at ``y``, and below them lines of small text."""
+    parts = list(parts)
+    for line in lines:
         parts.append(_text(MARGIN, y + 6, line, "small"))
         y += BAR
-    width = WIDTH + MARGIN
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" '
         f'width="{width}" height="{y}" role="img">'
