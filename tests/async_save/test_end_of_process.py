@@ -39,7 +39,8 @@ def forbid_threads(checkpoints):
 def train(keep_last=None):
     checkpoints = CheckpointManager("run", asynchronous=True, keep_last=keep_last)
     for step in (1, 2):
-        checkpoints.save(step, extra={"w": torch.ones(1 << 16)}, metrics={"loss": 0.5})
+        weights = torch.full((1 << 16,), float(step))
+        checkpoints.save(step, extra={"w": weights}, metrics={"loss": 0.5})
     return checkpoints
 """
 
