@@ -343,11 +343,11 @@ def bad(given: Callable[[Path], Any], match: str) -> Any:
             lambda at: save(
                 state(WEIGHT), at / "a", SavesChecked(check_values="raise")
             ),
-            "check_values='raise' have no effect",
+            "check_values='raise' and reuse_unchanged=False have no effect",
         ),
         bad(
             lambda at: save(state(WEIGHT), at / "a", SavesChecked(audit="full")),
-            "audit='full' and .* have no effect",
+            "audit='full', .* have no effect",
         ),
         bad(
             lambda at: save(state(WEIGHT), at / "a", SavesNothing()),
