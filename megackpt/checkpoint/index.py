@@ -61,6 +61,7 @@ from megackpt.planning.manifest import (
     TensorMeta,
     TensorValues,
     inner_keys,
+    inner_names,
     size_problem,
 )
 from megackpt.storage import Storage, digest, read_dense, unsafe_names
@@ -300,7 +301,9 @@ def decode_body(head: Head, body: memoryview) -> Manifest:
         damaged("a key occurs twice")
     if not set(head.differing) <= set(keys):
         damaged("replicas of a tensor that it does not have differed")
-    if head.subclasses and not inner_keys(head.subclasses) <= set(keys):
+    # Counted first: a small record may name many tensors.
+    inner = sum(len(inner_names(text)) for _, text in head.subclasses)
+    if inner and (inner > len(keys) or not inner_keys(head.subclasses) <= set(keys)):
         damaged("it lacks a tensor that another one wraps")
     _check_below(columns["meta"], len(metas))
     digests = np.frombuffer(body, np.uint8, offset=digests_at).reshape(-1, DIGEST_SIZE)

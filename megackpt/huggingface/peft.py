@@ -233,6 +233,7 @@ class _Adapted:
         configs: file -> content.
         settings: file -> those of _SETTINGS.
         frozen: name of a tensor of the base, without PEFT's parts -> tensor.
+        live: the tensors of the base that the model has, whose versions count changes.
         base: digests of these tensors, if they are known.
         saved: the state of the optimizer, for a save.
     """
@@ -281,6 +282,11 @@ class _Adapted:
             for name, value in peft.get_base_model_state_dict(self.model).items()
             if isinstance(value, torch.Tensor) and _address(value) not in saved
         }
+        self.live = [
+            value
+            for value in held.values()
+            if isinstance(value, torch.Tensor) and _address(value) not in saved
+        ]
         addresses, base = _bases.get(self.model, (None, None))
         if addresses == self.stamps():
             self.base = base
@@ -299,10 +305,7 @@ class _Adapted:
 
     def stamps(self) -> list[Any]:
         """What differs after each change to the base: addresses and versions of its tensors."""
-        return [
-            (tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
-            for tensor in map(local_tensor, self.frozen.values())
-        ]
+        return [stamp for tensor in self.live for stamp in _stamps(tensor)]
 
     def digests(self) -> dict[ShardId, int]:
         """The parts that this rank's shards of the base have in its digests."""
@@ -501,6 +504,18 @@ def names_of(model: Any, adapter: str, held: Mapping[str, Any]) -> dict[str, str
 def _address(tensor: torch.Tensor) -> int:
     """Where the tensor of this rank is; 0 without elements."""
     return local_tensor(tensor).data_ptr()
+
+
+def _stamps(tensor: torch.Tensor) -> list[Any]:
+    """The address and the version of a tensor, and of the tensors that it wraps."""
+    version = None if tensor.is_inference() else tensor._version
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.data_ptr(), version]
+    names, _ = tensor.__tensor_flatten__()
+    # A DTensor names its mesh, too.
+    inner = [getattr(tensor, name) for name in names]
+    tensors = [part for part in inner if isinstance(part, torch.Tensor)]
+    return [version, *(stamp for part in tensors for stamp in _stamps(part))]
 
 
 def _config(model: Any, config: Any) -> dict[str, Any]:

@@ -350,6 +350,7 @@ class CheckpointManager(SaveDecisions):
             if not self._queue.failures.tolerates(error, path, is_coordinator):
                 raise
             return
+        self._queue.failures.succeeded()
         options = dict(vars(resolve(self._strategy).make_writer()))
         name = self._naming.name(step)
         write(due=Record(name, time.time(), overwrite, metrics, options, *part))

@@ -28,6 +28,8 @@ from megackpt.tree import walk
 logger = logging.getLogger("megackpt.manager")
 
 _PROBE = bytes(4096)
+_PATIENCE = timedelta(seconds=10)
+"""For the questions that only a message needs: a storage that hangs must not hold rank 0 alone."""
 
 
 class StorageSpace:
@@ -54,6 +56,7 @@ class StorageSpace:
         self._is_raw = attempt(partial(_writes_all, strategy)).value is True
         self._process_group = process_group
         self._timeout = timeout
+        self._patience = min(timeout, _PATIENCE)
         self._checked_on: date | None = None
         self._failed = self._reported = 0
         self._needed = 0
@@ -92,7 +95,7 @@ class StorageSpace:
             self._needed, is_first = group.reduce_scatter("space", measure, divide)
 
             def probe() -> str:
-                return self._problem() if is_first else ""
+                return self._problem(self._timeout) if is_first else ""
 
             def judge(answers: Sequence[str]) -> None:
                 if problems := [answer for answer in answers if answer]:
@@ -115,10 +118,12 @@ class StorageSpace:
         if failed <= self._reported or is_url(self._root):
             return
         self._reported = failed
-        if coordinates(self._process_group) and (problem := self._problem()):
+        if coordinates(self._process_group) and (
+            problem := self._problem(self._patience)
+        ):
             logger.warning("%s. %s", problem, self._removable(step))
 
-    def _problem(self) -> str:
+    def _problem(self, timeout: timedelta) -> str:
         """Why this host cannot write the needed bytes; empty if it can, as far as is known."""
 
         def work(advance: Advance) -> str:
@@ -146,7 +151,7 @@ class StorageSpace:
 
         name = f"writing a small file to {self._root}, before a save"
         try:
-            with closing(Executor(self._timeout)) as executor:
+            with closing(Executor(timeout)) as executor:
                 return executor.call(name, work, executor.progress.advance)
         except (StorageError, OSError) as error:
             return f"host {socket.gethostname()!r} cannot write: {error}"
@@ -166,7 +171,7 @@ class StorageSpace:
             return sum(found.bytes for found in steps), names
 
         try:
-            with closing(Executor(self._timeout)) as executor:
+            with closing(Executor(self._patience)) as executor:
                 nbytes, names = executor.call(
                     f"looking for older steps in {self._root}",
                     work,

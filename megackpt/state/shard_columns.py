@@ -141,7 +141,13 @@ def _facts(
                 f"{shard.key!r} is the key of a tensor, and of a tensor that wraps others or of a "
                 "part of one: give one of them another key"
             )
-    facts = dict(fact for shard in wrapped for fact in shard.facts)
+    facts: dict[str, str] = {}
+    for name, text in (fact for shard in wrapped for fact in shard.facts):
+        if facts.setdefault(name, text) != text:
+            raise ShardingError(
+                f"parts of one tensor differ in {name!r}: {facts[name]} and {text}. Its parts were "
+                "quantised apart: quantise the tensor, and cut it then"
+            )
     return tuple(facts.items())
 
 

@@ -378,11 +378,23 @@ class LocalStorage(Storage):
         self._sync(to)
 
     def link_files(self, folder: LocalStorage, names: Iterable[str]) -> None:
-        """Give files of another folder the same names here, too, durably, by hard links."""
+        """Give files of another folder the same names here, too, durably, by hard links.
+
+        Raises CorruptCheckpoint for a link or a folder in the place of a file.
+        """
         for name in names:
             _checked(name)
             with self._refusals("make a hard link of", name):
-                os.link(name, name, src_dir_fd=folder._fd, dst_dir_fd=self._fd)
+                os.link(
+                    name,
+                    name,
+                    src_dir_fd=folder._fd,
+                    dst_dir_fd=self._fd,
+                    follow_symlinks=False,
+                )
+                status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptCheckpoint(f"{folder.location}/{name} is not a file")
         self._sync("")
 
     def exchange(self, one: str, other: str) -> bool:

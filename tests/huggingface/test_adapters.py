@@ -359,6 +359,27 @@ def test_another_base_is_refused_50_of_50(ranks: Ranks, tmp_path: Path) -> None:
     alone(ranks, refuses_other_bases, tmp_path)
 
 
+def refuses_a_base_that_changes(folder: str) -> None:
+    """Versions of DTensors count changes, those of their detached copies do not."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from megackpt.huggingface.peft import load_adapter, save_adapter
+    from tests.huggingface.adapted_models import adapted, shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(adapted("lora"), mesh)
+    save_adapter(model, folder)
+    base = [param for param in model.parameters() if not param.requires_grad]
+    with torch.no_grad():
+        base[0].mul_(2)
+    with fails(megackpt.MismatchError, "1 of 21 tensors differ"):
+        load_adapter(model, folder)
+
+
+def test_a_sharded_base_that_changes_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(refuses_a_base_that_changes, 2, tmp_path, timeout=120)
+
+
 def refuses_what_differs(folder: str) -> None:
     from megackpt.huggingface.peft import load_adapter, save_adapter
     from tests.huggingface.adapted_models import adam, adapted, step

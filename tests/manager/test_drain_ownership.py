@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megackpt import CheckpointManager, SaveInProgress, StorageError
+from megackpt import (
+    CheckpointManager,
+    CorruptCheckpoint,
+    SaveInProgress,
+    StorageError,
+)
 from megackpt.backends.torch_dist import TorchDist
-from megackpt.checkpoint import clear, open_checkpoint
+from megackpt.checkpoint import SaveSession, clear, open_checkpoint
 from megackpt.manager.local import drain
 from megackpt.manager.local.drain import AREA, HostDrain
 from megackpt.storage import LocalStorage
@@ -295,3 +301,51 @@ def test_retention_does_not_look_into_work_areas(
     assert areas(job) == ["20"]
     job.drain(0, 1)
     job.check_storage(20)
+
+
+def test_an_agent_that_was_paused_between_its_commit_and_its_notes(
+    job: DrainJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not set the tracker and the durable step back."""
+    job.train(10, 20)
+    job.agent(1).work()
+    commit = SaveSession.commit
+
+    def paused(session: SaveSession, *arguments: Any) -> int:
+        monkeypatch.setattr(SaveSession, "commit", commit)
+        nbytes = session.commit(*arguments)
+        job.drain(0, 1)
+        return nbytes
+
+    monkeypatch.setattr(SaveSession, "commit", paused)
+    late = job.agent(0)
+    late.work()
+    assert job.durable() == [10, 20]
+    assert late.status.durable_step == 20
+    tracker = job.folder / "run/latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "20"
+
+
+def test_an_agent_takes_the_settings_of_a_later_job(job: DrainJob) -> None:
+    job.train(10)
+    agents = job.drain(0, 1)
+    location = agents[0]._location
+    settings = replace(agents[0]._settings, bytes_per_second=1 << 40)
+    settings.write(location)
+    agents[0].work()
+    assert agents[0]._settings.bytes_per_second == 1 << 40
+
+
+def test_a_link_in_a_work_area_is_refused(job: DrainJob, tmp_path: Path) -> None:
+    """The agent has the rights of its user: it must not link the files that another user names."""
+    job.train(10)
+    job.agent(1).work()
+    private = tmp_path / "private"
+    private.write_bytes(b"secret")
+    written, *_ = (job.folder / "run" / AREA).glob("step_*/rank_1.*/*.distcp")
+    written.unlink()
+    written.symlink_to(private)
+    with pytest.raises(CorruptCheckpoint, match="is not a file"):
+        job.agent(0).work()
+    assert job.durable() == []
+    assert private.stat().st_nlink == 1

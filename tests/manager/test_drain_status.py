@@ -253,3 +253,15 @@ def test_an_agent_works_on_what_it_finds_alone(job: DrainJob) -> None:
     assert job.durable() == []
     assert [host.status.waiting for host in hosts] == [[], []]
     assert not any(host.has_news() for host in hosts)
+
+
+def test_without_drain_nothing_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_processes(monkeypatch)
+    job = DrainJob(tmp_path)
+    job.train(10)
+    job.drain(0, 1)
+    local = LocalTier(tmp_path / "hosts" / "host0", every=1, host="host0")
+    with CheckpointManager(tmp_path / "run", local=local) as manager:
+        assert manager.durable_step is None

@@ -145,7 +145,7 @@ def test_the_check_is_done_once_a_day_and_after_a_failure(
     monkeypatch.setattr(
         storage_space.StorageSpace,
         "_problem",
-        lambda self: counts.append(days) or checks(self),
+        lambda self, timeout: counts.append(days) or checks(self, timeout),
     )
     with CheckpointManager(tmp_path) as manager:
         for step, day in enumerate((0, 0, 0, 1, 1)):

@@ -36,6 +36,8 @@ def ensure_agent(location: str) -> None:
     """
     folder = LocalStorage(f"{location}/{AGENT}")
     if folder.lock():
+        # A child that was forked meanwhile has the descriptor, too, and would keep the lock.
+        folder.unlock()
         folder.close()
         try:
             start_detached(__name__, location)

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -75,7 +76,14 @@ class LocalCheckpoints:
 
     def status(self) -> DrainStatus:
         """What the agent of this host says. Not collective."""
-        return read_status(self._pieces.location)
+        if self._drain is None:
+            return DrainStatus()
+        status = read_status(self._pieces.location)
+        if self._line is not None and self._line.has_left(
+            status.durable, status.durable_step
+        ):
+            status = replace(status, durable_step=None, durable="")
+        return status
 
     def save(
         self,

@@ -188,23 +188,30 @@ class HostDrain:
 
     def __init__(self, location: str) -> None:
         self._storage = LocalStorage(location)
-        settings: DrainSettings = read_value(self._storage, _SETTINGS)
-        self._settings = settings
-        self._timeout = timedelta(seconds=settings.timeout)
-        self._pieces = HostPieces(*os.path.split(location), self._timeout)
-        naming = naming_of(settings.naming)
-        self._retention = Retention(settings.root, naming, settings.keep)
+        self._location = location
+        self._configure(read_value(self._storage, _SETTINGS))
         self.status = replace(read_status(location), reason="", pid=os.getpid())
         self._seen: list[Piece] = []
         self._damaged: set[Piece] = set()
         self._lock = threading.Lock()
         self._may_write_at = 0.0
 
+    def _configure(self, settings: DrainSettings) -> None:
+        self._settings = settings
+        self._timeout = timedelta(seconds=settings.timeout)
+        self._pieces = HostPieces(*os.path.split(self._location), self._timeout)
+        naming = naming_of(settings.naming)
+        self._retention = Retention(settings.root, naming, settings.keep)
+
     def work(self) -> bool:
         """Do what can be done now. Returns whether saves still wait.
 
         Raises StorageError if the storage refuses.
         """
+        # Each manager writes them: a later job may have other ones.
+        settings = read_value(self._storage, _SETTINGS)
+        if settings != self._settings:
+            self._configure(settings)
         self._seen = self._pieces.held()
         held: dict[LocalSave, list[Piece]] = {}
         for piece in self._seen:
@@ -258,6 +265,7 @@ class HostDrain:
 
     def _clear(self, area: LocalStorage, lines: Lines) -> None:
         """Note which save is durable, and remove the work areas that no host needs."""
+        self.status.durable_step, self.status.durable = None, ""
         if area.size(_DURABLE) is not None:
             self.status.durable_step, self.status.durable = read_value(area, _DURABLE)
         for save in filter(None, map(parse_save, area.list())):
@@ -380,15 +388,21 @@ class HostDrain:
                 session.announce(backend.layout(save.size, manifest).files)
                 confirm = partial(self._confirm, area, save)
                 session.finish(session.commit(backend, manifest, confirm))
+        # An agent that was paused must not say that the run is at an earlier step.
+        if area.size(_DURABLE) is None or read_value(area, _DURABLE)[1] < save.id:
+            self._note(area, save, notes)
+        self._clear(area, read_lines(self._settings.root))
+        self.status.waiting.remove(save.step)
+        self.status.reason = ""
+
+    def _note(self, area: LocalStorage, save: LocalSave, notes: Record) -> None:
+        """Say that a save is durable: to readers of the tracker, and to all agents."""
         try:
             self._retention.note_complete(save.step, notes.metrics, self._advance)
         except (CheckpointingException, OSError) as error:
             text = "step %d is durable, but its tracker is not written (or metrics): %s"
             logger.warning(text, save.step, error)
         area.put(_DURABLE, encode((save.step, save.id)))
-        self._clear(area, read_lines(self._settings.root))
-        self.status.waiting.remove(save.step)
-        self.status.reason = ""
 
     def _is_committed(self, save: LocalSave, notes: Record) -> bool:
         """Whether the checkpoint in place is this save. CheckpointExists if it is a later one."""

@@ -54,6 +54,11 @@ class Line:
         self._saves += 2
         return LocalSave(step, f"{self._id}{self._saves + is_due:08x}", size)
 
+    def has_left(self, save_id: str, step: int | None) -> bool:
+        """Whether the local save with this id is of a former line, and does not count any more."""
+        save = LocalSave(step or 0, save_id, 0)
+        return save.counts(self.former) and not save.counts(self._left)
+
     def promise(self, first: int) -> None:
         """The step ``first`` will be saved in the storage, as the first of this line. On rank 0.
 
