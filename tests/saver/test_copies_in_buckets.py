@@ -197,7 +197,8 @@ def test_a_manager_copies_the_step_that_it_has_restored(
                 manager.restore(model=net)
             for step in steps:
                 with torch.no_grad():
-                    net[1].weight.add_(1)
+                    for parameter in net[1].parameters():
+                        parameter.add_(1)
                 manager.save(step, model=net)
 
     uploads.of(lambda: run(range(3)))
