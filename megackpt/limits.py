@@ -58,7 +58,8 @@ STATE_DEPTH = 600
 """Levels. A deeper state contains itself, and Python cannot pickle it."""
 LATE_FILE_SECONDS = 5.0
 """Seconds. Before a commit, a file of another rank may appear, or get its size, so late."""
-
+COPY_SECONDS = 300.0
+"""Seconds. A copy within Azure that is not complete by then is given up: the file is written."""
 LEASE_SECONDS = 60.0
 """Seconds. If a host that drains a local step is silent so long, holders of copies take over."""
 

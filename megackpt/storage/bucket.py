@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from megackpt import limits
 from megackpt.errors import CorruptCheckpoint, StorageError
 from megackpt.storage import client
 from megackpt.storage.interface import (
@@ -29,6 +30,8 @@ _URL = re.compile(
 )
 PROBE = ".megackpt-probe-"
 """Prefix of the names of probe objects. A leftover one belongs to a process that died."""
+_NAMES = re.compile(r".*(?: - |(?=status code))")
+"""What precedes the cause in an error: it differs between objects, and a cause is said once."""
 SINGLE_WRITER = "MEGACKPT_SINGLE_WRITER"
 """Environment variable. 1 promises that no two jobs save to one place at once.
 
@@ -118,6 +121,50 @@ class BucketStorage(Storage):
     def put(self, name: str, data: bytes) -> None:
         with self._request("write", name) as key:
             self.obstore.put(self.store, key, data, use_multipart=False)
+
+    def copy(self, source: Storage, name: str, to: str, nbytes: int) -> str:
+        """Copy an object within the store: see ``Batch.link``.
+
+        A copy that has failed may exist, or may appear later, with the same bytes. It is removed.
+        """
+        if not isinstance(source, BucketStorage) or source.bucket != self.bucket:
+            return f"the step before is not in {self.bucket}"
+        refused = f"a copy within {self.bucket} failed: "
+        try:
+            size = source.size(name)
+            if size is None or size < nbytes:
+                return "a file of the step before is missing or truncated"
+            with self._request("copy to", to) as key:
+                self.obstore.copy(self.store, source.key(name), key)
+            if self._is_copied(to, size):
+                return ""
+            refused += "the object has another size"
+        except (
+            StorageError,
+            FileNotFoundError,
+            self.obstore.exceptions.BaseError,
+        ) as error:
+            text = str(client.failure("copy", name, error)).splitlines()[0]
+            refused += _NAMES.sub("", text)
+        self.remove_objects([to])
+        return refused
+
+    def _is_copied(self, name: str, size: int) -> bool:
+        """Return whether a copy has all bytes. Stores may ignore the source of a copy.
+
+        Azure may answer before the copy is complete. The object is empty until then.
+        """
+        is_waited = self.bucket.partition("://")[0] in client.AZURE
+        until = time.monotonic() + limits.COPY_SECONDS
+        pause = client.PAUSE
+        while self.size(name) != size:
+            if not is_waited or time.monotonic() > until:
+                return False
+            self.moved()
+            time.sleep(pause)
+            pause = min(2 * pause, client.LONGEST_PAUSE)
+        self.moved()
+        return True
 
     def put_if_match(self, name: str, data: bytes, version: Version | None) -> bool:
         """Like ``put``, but only if the object has this version. None: only if it is absent.

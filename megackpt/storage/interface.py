@@ -159,8 +159,8 @@ class Batch(Durable):
     def link(self, source: Storage, name: str, to: str, nbytes: int) -> str:  # noqa: ARG002
         """Make ``to`` another name of a file of another storage, of at least ``nbytes``.
 
-        Nobody may write through a name: ``Storage.update`` refuses such a file. Return why the file
-        is not linked; empty if it is.
+        Nobody may write through a name: ``Storage.update`` refuses such a file. An object store
+        makes a copy. Return why the file is not linked; empty if it is.
         """
         return "the storage has no hard links"
 

@@ -24,6 +24,7 @@ from megackpt.storage.interface import (
     FileReader,
     FileUpdater,
     FileWriter,
+    Storage,
 )
 
 if TYPE_CHECKING:
@@ -269,6 +270,9 @@ class BucketBatch(Batch):
 
     def create(self, name: str) -> FileWriter:
         return _BatchWriter(self._bucket, name, self._waiting)
+
+    def link(self, source: Storage, name: str, to: str, nbytes: int) -> str:
+        return self._bucket.copy(source, name, to, nbytes)
 
     def close(self) -> None:
         try:

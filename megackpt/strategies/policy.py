@@ -65,11 +65,12 @@ class Strategy:
     "raise" raises NonfiniteValues, without a commit. All ranks must have the same.
 
     ``reuse_unchanged`` does not write tensors again that have not changed since the step before:
-    their files become hard links to the files of that step. The step before is the checkpoint that
-    this process has saved last with the same declarations, else ``reuse_from``, the directory of a
-    checkpoint of the same layout. Shards of ``frozen`` keys get files of their own from the first
-    save on (a manager adds the parameters that need no gradient), other shards when their digests
-    are equal in two saves. Formats: "torch_dist", "zarr". All ranks must have the same.
+    their files become hard links to the files of that step, in a bucket copies. The step before is
+    the checkpoint that this process has saved last with the same declarations, else ``reuse_from``,
+    the directory of a checkpoint of the same layout. Shards of ``frozen`` keys get files of their
+    own from the first save on (a manager adds the parameters that need no gradient), other shards
+    when their digests are equal in two saves. Formats: "torch_dist", "zarr". All ranks must have the
+    same.
 
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send

@@ -28,7 +28,6 @@ from megackpt.planning import cache
 from megackpt.saver import save_operation
 from megackpt.storage import root_at
 from megackpt.testing import ThreadedGroup
-from tests.buckets import Bucket
 
 REUSING = Strategy(reuse_unchanged=True)
 TOWER = [f"tower.{i}" for i in range(8)]
@@ -150,19 +149,6 @@ def test_frozen_tensors_that_change_are_written_from_the_copy(
             dcp.load(asked, checkpoint_id=place, no_dist=True)
             assert all(torch.equal(asked[k], v) for k, v in values.items())
             assert not megackpt.verify(place).problems
-
-
-def test_a_bucket_has_no_links(
-    bucket: Bucket, caplog: pytest.LogCaptureFixture, written: list[int]
-) -> None:
-    strategy = Strategy(reuse_unchanged=True, frozen=TOWER)
-    for step in range(3):
-        state = {**megackpt.sharded(tensors(step)), "step": step}
-        megackpt.save(state, f"{bucket.url}/{step}", strategy)
-        assert not megackpt.verify(f"{bucket.url}/{step}").problems
-    assert written == written[:1] * 3
-    (said,) = [r for r in caplog.records if "written again" in r.getMessage()]
-    assert "no hard links" in said.getMessage()
 
 
 def test_equal_digests_of_two_saves_are_enough(
