@@ -306,7 +306,7 @@ class CheckpointManager(SaveDecisions):
             self._space.check(step, state, self._queue.failures.failed)
             request = save(
                 state,
-                self.path(step),
+                path,
                 self._reusing(stateful) if self._reuses else self._strategy,
                 async_sharded_save=asynchronous,
                 overwrite=overwrite,
@@ -607,6 +607,10 @@ class CheckpointManager(SaveDecisions):
         self.close(abort)
 
     def _reusing(self, stateful: StatefulObjects) -> Strategy:
+        """The strategy of one save: with the frozen parameters, and the step before.
+
+        A copy: strategies of the caller's own have other constructors.
+        """
         strategy = copy(as_strategy(self._strategy))
         vars(strategy).update(
             frozen={*strategy.frozen, *stateful.frozen_keys()},

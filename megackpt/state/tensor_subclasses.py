@@ -135,12 +135,12 @@ def _inner_tensors(
     context = record["context"]
     context.pop("shape", None)
     _settle_blocks(context, here, was.get("context"))
-    if differing := [
-        field for field in record if was and was.get(field) != record[field]
-    ]:
+    differing = [name for name in record if was and was.get(name) != record[name]]
+    if differing:
+        stored_values = [was.get(name) for name in differing]
         raise MismatchError(
-            f"{key!r}: {differing} are stored as {[was.get(field) for field in differing]}, and the "
-            f"tensor to fill has {[record[field] for field in differing]}"
+            f"{key!r}: {differing} are stored as {stored_values}, and the tensor to fill has "
+            f"{[record[name] for name in differing]}"
         )
     text = json.dumps(record, sort_keys=True)
     cut = {axis for axis, size in enumerate(here) if size != whole[axis]}

@@ -69,8 +69,8 @@ class Strategy:
     the checkpoint that this process has saved last with the same declarations, else ``reuse_from``,
     the directory of a checkpoint of the same layout. Shards of ``frozen`` keys get files of their
     own from the first save on (a manager adds the parameters that need no gradient), other shards
-    when their digests are equal in two saves. Formats: "torch_dist", "zarr". All ranks must have the
-    same.
+    when their digests are equal in two saves. Formats: "torch_dist", "zarr". All ranks must have
+    the same.
 
     A load uses the format, its options, and ``exchange``. "never": each rank reads the bytes that
     it needs. "always": the ranks of ``load_group`` (None: all ranks) read each byte once, and send
@@ -139,8 +139,8 @@ class Strategy:
             )
         if self.reuse_unchanged and not backend.properties.reuses:
             raise BackendError(
-                f"{name!r} cannot reuse unchanged tensors: save as 'torch_dist' or 'zarr', or without "
-                "reuse_unchanged"
+                f"{name!r} cannot reuse unchanged tensors: save as 'torch_dist' or 'zarr', or "
+                "without reuse_unchanged"
             )
         return backend
 
